@@ -1,0 +1,23 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// The only file that may ask which compiler this is.
+
+#include <cassert>
+
+#if defined(__CUDACC__)
+#  define KVTRIM_HOST_DEVICE __host__ __device__
+#else
+#  define KVTRIM_HOST_DEVICE
+#endif
+
+// Off the hot path and never inlined: keeps the caller's code small.
+#define KVTRIM_COLD [[gnu::noinline, gnu::cold]]
+
+// A broken precondition is a bug in the caller, not a condition to report. Without assertions the
+// condition is still compiled, never evaluated: it cannot rot, and its variables count as used.
+#if defined(NDEBUG)
+#  define KVTRIM_ASSERT(...) (static_cast<void>(sizeof((__VA_ARGS__) ? 1 : 0)))
+#else
+#  define KVTRIM_ASSERT(...) assert((__VA_ARGS__))
+#endif
