@@ -1,0 +1,198 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// The one way the library sees a cache. Everything that differs between engines (strides, dense and CSR tables,
+// per-head tables, separate K and V ids, padding, holes) is behind `for_each_run`.
+
+#include <kvtrim/cache/page_table.hpp>
+#include <kvtrim/cache/plane.hpp>
+#include <kvtrim/cache/sequence_state.hpp>
+
+#include <cstdint>
+#include <type_traits>
+
+namespace kvtrim {
+
+/// An engine's KV cache, or one layer of it, for a batch of sequences. Non-owning, trivially copyable.
+///
+/// A row r of (sequence, layer, KV head) is entry `(r + first_row) / page_size` of its table, slot
+/// `(r + first_row) % page_size`. Rows are numbered 0..live-1, but for a hole (`SequenceState::append_row`) that the
+/// overwriting way of removal leaves until the next append fills it.
+struct CacheView {
+  Plane k;                     ///< keys
+  Plane v;                     ///< values; its head_dim may differ
+  Plane unrotated_keys;        ///< keys before RoPE, moved with the rows; a null base: none
+  std::int32_t page_size = 0;  ///< rows a page
+  std::int32_t pages = 0;      ///< pages of the pool: ids are below this
+  std::int32_t kv_heads = 0;   ///< KV heads a layer
+  std::int32_t layers = 1;     ///< layers
+  std::int32_t sequences = 0;  ///< sequences
+  TableScope scope = TableScope::group;  ///< what one table serves
+  PageTable table;                       ///< the tables
+  const std::int32_t* lengths =
+      nullptr;  ///< live rows, indexed by `length_rows`; null: `states` has them
+  const std::int32_t* last_page_len =
+      nullptr;         ///< CSR: rows in the last page, by table row, in place of `lengths`
+  RowMap length_rows;  ///< index of a length
+  const std::int32_t* first_rows = nullptr;  ///< [sequences] left padding in rows; null: none
+  SequenceState* states = nullptr;    ///< [sequences, tables_per_sequence]; null: fresh prompts
+  Writable writable;                  ///< pages that may be written
+  SequencePlane positions;            ///< `Position` of each row; absent: row r is position r
+  SequencePlane rope_positions;       ///< int32; absent: the same as the positions
+  SequencePlane score_sums;           ///< float, accumulated scores; absent if no policy needs them
+  SequencePlane score_compensations;  ///< float, rounding error of `score_sums`
+  const PagePlane* page_planes =
+      nullptr;                        ///< [page_plane_count] more data that moves with the rows
+  std::int32_t page_plane_count = 0;  ///< how many
+  const SequencePlane* more_planes = nullptr;  ///< [more_plane_count] more data indexed by row
+  std::int32_t more_plane_count = 0;           ///< how many
+
+  /// Tables of one sequence: 1, layers, or layers * kv_heads.
+  [[nodiscard]] KVTRIM_HOST_DEVICE constexpr std::int32_t tables_per_sequence() const noexcept {
+    return scope == TableScope::group ? 1 : scope == TableScope::layer ? layers : layers * kv_heads;
+  }
+  /// Which of them serves (layer, KV head).
+  [[nodiscard]] KVTRIM_HOST_DEVICE constexpr std::int32_t table_of(LayerId l,
+                                                                   HeadId h) const noexcept {
+    return scope == TableScope::group   ? 0
+           : scope == TableScope::layer ? raw(l)
+                                        : raw(l) * kv_heads + raw(h);
+  }
+  /// First layer that table `t` of a sequence serves.
+  [[nodiscard]] KVTRIM_HOST_DEVICE constexpr LayerId first_layer(std::int32_t t) const noexcept {
+    return LayerId{scope == TableScope::group ? 0 : scope == TableScope::layer ? t : t / kv_heads};
+  }
+  /// First KV head that table `t` of a sequence serves.
+  [[nodiscard]] KVTRIM_HOST_DEVICE constexpr HeadId first_head(std::int32_t t) const noexcept {
+    return HeadId{scope == TableScope::head ? t % kv_heads : 0};
+  }
+  /// Layers that one table serves.
+  [[nodiscard]] KVTRIM_HOST_DEVICE constexpr std::int32_t layers_per_table() const noexcept {
+    return scope == TableScope::group ? layers : 1;
+  }
+  /// KV heads of a layer that one table serves.
+  [[nodiscard]] KVTRIM_HOST_DEVICE constexpr std::int32_t heads_per_table() const noexcept {
+    return scope == TableScope::head ? 1 : kv_heads;
+  }
+
+  /// Live rows of (sequence, layer, KV head).
+  [[nodiscard]] KVTRIM_HOST_DEVICE std::int32_t live_rows(SequenceId s,
+                                                          LayerId l,
+                                                          HeadId h) const noexcept {
+    if (last_page_len != nullptr) {
+      const std::int32_t n = table.capacity(s, l, h);
+      return n == 0 ? 0 : (n - 1) * page_size + last_page_len[table.rows(s, l, h)];
+    }
+    return lengths != nullptr ? lengths[length_rows(s, l, h)] : state(s, l, h).live_rows;
+  }
+
+  /// State of (sequence, layer, KV head); where the engine keeps none, that of a prompt never evicted from.
+  [[nodiscard]] KVTRIM_HOST_DEVICE SequenceState state(SequenceId s,
+                                                       LayerId l,
+                                                       HeadId h) const noexcept {
+    if (states != nullptr) { return states[raw(s) * tables_per_sequence() + table_of(l, h)]; }
+    SequenceState fresh;
+    fresh.live_rows = lengths != nullptr || last_page_len != nullptr ? live_rows(s, l, h) : 0;
+    fresh.next_position = fresh.live_rows;
+    fresh.next_rope_position = fresh.live_rows;
+    return fresh;
+  }
+
+  /// Rows of left padding of sequence `s`.
+  [[nodiscard]] KVTRIM_HOST_DEVICE std::int32_t first_row(SequenceId s) const noexcept {
+    return first_rows == nullptr ? 0 : first_rows[raw(s)];
+  }
+
+  /// Position of row `r`.
+  [[nodiscard]] KVTRIM_HOST_DEVICE Position position(SequenceId s,
+                                                     LayerId l,
+                                                     HeadId h,
+                                                     std::int32_t r) const noexcept {
+    return positions ? positions.at<Position>(s, l, h, r) : Position{r};
+  }
+
+  /// What the key of row `r` is rotated to.
+  [[nodiscard]] KVTRIM_HOST_DEVICE std::int32_t rope_position(SequenceId s,
+                                                              LayerId l,
+                                                              HeadId h,
+                                                              std::int32_t r) const noexcept {
+    return rope_positions ? rope_positions.at<std::int32_t>(s, l, h, r) : raw(position(s, l, h, r));
+  }
+
+  /// Page of entry `i` of a table, for the keys.
+  [[nodiscard]] KVTRIM_HOST_DEVICE PageId k_page(SequenceId s,
+                                                 LayerId l,
+                                                 HeadId h,
+                                                 std::int32_t i) const noexcept {
+    return table.page(table.row(s, l, h)[i]);
+  }
+  /// Page of entry `i` of a table, for the values.
+  [[nodiscard]] KVTRIM_HOST_DEVICE PageId v_page(SequenceId s,
+                                                 LayerId l,
+                                                 HeadId h,
+                                                 std::int32_t i) const noexcept {
+    return table.page(table.row(s, l, h)[i + table.v_offset]);
+  }
+
+  /// First byte of the key of row `r`.
+  [[nodiscard]] KVTRIM_HOST_DEVICE std::byte* key(SequenceId s,
+                                                  LayerId l,
+                                                  HeadId h,
+                                                  std::int32_t r) const noexcept {
+    const std::int32_t place = r + first_row(s);
+    return k.row(l, k_page(s, l, h, place / page_size), h, Slot{place % page_size});
+  }
+  /// First byte of the value of row `r`.
+  [[nodiscard]] KVTRIM_HOST_DEVICE std::byte* value(SequenceId s,
+                                                    LayerId l,
+                                                    HeadId h,
+                                                    std::int32_t r) const noexcept {
+    const std::int32_t place = r + first_row(s);
+    return v.row(l, v_page(s, l, h, place / page_size), h, Slot{place % page_size});
+  }
+};
+static_assert(std::is_trivially_copyable_v<CacheView>);
+
+/// Rows that lie in one page, one after the other.
+struct Run {
+  std::int32_t row;    ///< first row
+  std::int32_t count;  ///< rows, at least 1
+  PageId k_page;       ///< page of the keys
+  PageId v_page;       ///< page of the values
+  Slot slot;           ///< slot of the first row
+};
+
+/// Calls `f(Run)` for all live rows of (sequence, layer, KV head), ascending, a page at a time; a hole is left out.
+///
+/// \pre the table names a page for every live row
+/// \par Complexity
+/// O(pages); no allocation. Nothing beyond the live rows is read, no table entry beyond them either.
+template <class F>
+void for_each_run(const CacheView& view, SequenceId s, LayerId l, HeadId h, F&& f) noexcept(
+    noexcept(f(Run{}))) {
+  const SequenceState state = view.state(s, l, h);
+  const std::int32_t live = view.live_rows(s, l, h);
+  const std::int32_t hole = state.append_row;
+  const std::int32_t extent = live + (hole >= 0 ? 1 : 0);
+  const std::int32_t first = view.first_row(s);
+  const std::int32_t* const entries = view.table.row(s, l, h);
+  for (std::int32_t r = 0; r < extent;) {
+    const std::int32_t page = (r + first) / view.page_size;
+    const std::int32_t slot = (r + first) % view.page_size;
+    std::int32_t count = view.page_size - slot;
+    if (count > extent - r) { count = extent - r; }
+    if (r == hole) {
+      ++r;
+      continue;
+    }
+    if (hole > r && hole < r + count) { count = hole - r; }
+    f(Run{r,
+          count,
+          view.table.page(entries[page]),
+          view.table.page(entries[page + view.table.v_offset]),
+          Slot{slot}});
+    r += count;
+  }
+}
+
+}  // namespace kvtrim

@@ -1,0 +1,237 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// What a view must be before a byte of it is trusted. Strides are checked once, by a constructor-like function that
+// throws; tables and lengths change with every step and are checked by status values.
+
+#include <kvtrim/cache/cache_view.hpp>
+#include <kvtrim/core/status.hpp>
+#include <kvtrim/detail/error.hpp>
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <span>
+#include <string_view>
+
+namespace kvtrim {
+
+/// What is wrong with a view, and where. `sequence` -1: nothing is.
+struct ViewFault {
+  Status status = Status::ok;
+  std::int32_t sequence = -1;
+  std::int32_t table = -1;  ///< of the sequence
+  std::int32_t entry = -1;  ///< of the table
+  std::int64_t value = 0;   ///< the page id, or the length, found there
+};
+
+namespace detail {
+
+// Strides with their extents, sorted by stride: each must step over all that the smaller ones reach.
+struct Axis {
+  std::int64_t stride;
+  std::int64_t extent;
+  std::string_view name;
+};
+
+template <std::size_t N>
+constexpr void check_axes(std::string_view plane, std::array<Axis, N> axes, std::int64_t reach) {
+  std::sort(
+      axes.begin(), axes.end(), [](const Axis& a, const Axis& b) { return a.stride < b.stride; });
+  for (const Axis& axis : axes) {
+    if (axis.extent <= 1) { continue; }
+    if (axis.stride < reach) {
+      throw_invalid_argument(
+          "kvtrim::CacheView: {} overlap: {} stride of {} bytes, but its elements reach over {} "
+          "bytes",
+          plane,
+          axis.name,
+          axis.stride,
+          reach);
+    }
+    reach += (axis.extent - 1) * axis.stride;
+  }
+}
+
+inline void check_plane(const CacheView& view, const Plane& p, std::string_view name) {
+  if (p.dtype == DType::opaque ? p.opaque_row_bytes < 1 : p.head_dim < 1 || p.pack < 1) {
+    throw_invalid_argument("kvtrim::CacheView: {}: head_dim {}, pack {}, opaque_row_bytes {}",
+                           name,
+                           p.head_dim,
+                           p.pack,
+                           p.opaque_row_bytes);
+  }
+  const std::int64_t layers = p.layer_bases != nullptr || p.layer_stride == 0 ? 1 : view.layers;
+  const std::int64_t heads =
+      view.scope == TableScope::head && p.head_stride == 0 ? 1 : view.kv_heads;
+  const bool whole = p.dtype == DType::opaque;
+  check_axes<6>(
+      name,
+      {Axis{p.feature_stride,
+            whole ? 1 : std::min(p.pack == 1 ? p.head_dim : p.pack, p.head_dim),
+            "feature"},
+       Axis{p.pack_stride, whole || p.pack == 1 ? 1 : (p.head_dim + p.pack - 1) / p.pack, "pack"},
+       Axis{p.token_stride, view.page_size, "token"},
+       Axis{p.head_stride, heads, "head"},
+       Axis{p.page_stride, view.pages, "page"},
+       Axis{p.layer_stride, layers, "layer"}},
+      whole ? p.opaque_row_bytes : element_bytes(p.dtype));
+}
+
+}  // namespace detail
+
+/// Throws unless the extents and strides of `view` can be those of a cache. Call it once, where the view is made.
+///
+/// \throws std::invalid_argument if an extent is below 1, a base is null, elements overlap, or a layer of one table
+///   has no stride of its own (the text has the numbers)
+/// \par Complexity
+/// O(1)
+inline void check_layout(const CacheView& view) {
+  if (view.page_size < 1 || view.kv_heads < 1 || view.layers < 1 || view.sequences < 0 ||
+      view.pages < 0) {
+    detail::throw_invalid_argument(
+        "kvtrim::CacheView: page_size {}, kv_heads {} and layers {} must be at least 1, sequences "
+        "{} and pages {} at least 0",
+        view.page_size,
+        view.kv_heads,
+        view.layers,
+        view.sequences,
+        view.pages);
+  }
+  if (view.table.ids == nullptr || (view.k.base == nullptr && view.k.layer_bases == nullptr) ||
+      (view.v.base == nullptr && view.v.layer_bases == nullptr)) {
+    detail::throw_invalid_argument("kvtrim::CacheView: keys, values or page ids are null");
+  }
+  if (view.lengths == nullptr && view.last_page_len == nullptr && view.states == nullptr) {
+    detail::throw_invalid_argument("kvtrim::CacheView: no lengths, last_page_len or states");
+  }
+  if (view.scope != TableScope::head && view.kv_heads > 1 &&
+      (view.k.head_stride == 0 || view.v.head_stride == 0)) {
+    detail::throw_invalid_argument(
+        "kvtrim::CacheView: {} KV heads share a table, so they need a head stride", view.kv_heads);
+  }
+  const auto one_layer = [](const Plane& p) {
+    return p.layer_stride == 0 && p.layer_bases == nullptr;
+  };
+  if (view.scope == TableScope::group && view.layers > 1 &&
+      (one_layer(view.k) || one_layer(view.v))) {
+    detail::throw_invalid_argument(
+        "kvtrim::CacheView: {} layers share a table, so they need a layer stride", view.layers);
+  }
+  detail::check_plane(view, view.k, "keys");
+  detail::check_plane(view, view.v, "values");
+  if (view.unrotated_keys.base != nullptr) {
+    detail::check_plane(view, view.unrotated_keys, "unrotated keys");
+  }
+}
+
+/// 64-bit words of scratch that `check_tables` needs.
+[[nodiscard]] constexpr std::int64_t check_tables_words(std::int32_t pages) noexcept {
+  return 2 * ((static_cast<std::int64_t>(pages) + 63) / 64);
+}
+
+/// Checks what is in the tables: lengths within them, pages within the pool, no page twice.
+///
+/// A page may be in two sequences, or in two tables whose pages lie in the same memory, only where it is not writable.
+/// Nothing beyond the live rows is read, and no entry that only left padding would use: null pages may stand there.
+///
+/// \param scratch [check_tables_words(view.pages)]
+/// \returns the first fault, in the order of tables, then sequences
+/// \par Complexity
+/// O(used table entries + tables * pages / 64); no allocation
+[[nodiscard]] inline ViewFault check_tables(const CacheView& view,
+                                            std::span<std::uint64_t> scratch) noexcept {
+  const std::size_t words = scratch.size() / 2;
+  KVTRIM_ASSERT(static_cast<std::int64_t>(scratch.size()) >= check_tables_words(view.pages));
+  const auto seen = scratch.first(words);
+  const auto own = scratch.subspan(words, words);
+  std::fill(own.begin(), own.end(), 0);
+  const auto bit = [](PageId p) { return std::uint64_t{1} << static_cast<unsigned>(raw(p) % 64); };
+  const auto word = [](PageId p) { return static_cast<std::size_t>(raw(p) / 64); };
+  for (std::int32_t t = 0; t < view.tables_per_sequence(); ++t) {
+    const LayerId l = view.first_layer(t);
+    const HeadId h = view.first_head(t);
+    // Tables of layers or heads without a stride of their own name pages of one pool.
+    const bool own_layers = view.k.layer_stride != 0 || view.k.layer_bases != nullptr;
+    const bool own_heads = view.scope == TableScope::head && view.k.head_stride != 0;
+    if (t == 0 || own_heads || (own_layers && raw(h) == 0)) {
+      std::fill(seen.begin(), seen.end(), 0);
+    }
+    for (std::int32_t i = 0; i < view.sequences; ++i) {
+      const SequenceId s{i};
+      const std::int64_t live = view.live_rows(s, l, h);
+      const std::int64_t rows =
+          live + (view.state(s, l, h).append_row >= 0 ? 1 : 0) + view.first_row(s);
+      const std::int64_t used = (rows + view.page_size - 1) / view.page_size;
+      if (live < 0 || view.first_row(s) < 0 || used > view.table.capacity(s, l, h)) {
+        return {Status::length_beyond_table, i, t, -1, live};
+      }
+      if (live == 0) { continue; }
+      ViewFault fault;
+      const std::int32_t first = view.first_row(s) / view.page_size;
+      const auto visit = [&](std::int32_t entry, PageId p) {
+        if (raw(p) < 0 || raw(p) >= view.pages) {
+          fault = {Status::page_out_of_range, i, t, entry, raw(p)};
+        } else if ((own[word(p)] & bit(p)) != 0 ||
+                   ((seen[word(p)] & bit(p)) != 0 && view.writable(p))) {
+          fault = {Status::page_twice, i, t, entry, raw(p)};
+        } else {
+          own[word(p)] |= bit(p);
+          seen[word(p)] |= bit(p);
+        }
+        return fault.status == Status::ok;
+      };
+      for (std::int32_t e = first; e < used; ++e) {
+        if (!visit(e, view.k_page(s, l, h, e))) { return fault; }
+        if (view.table.v_offset != 0 && !visit(e, view.v_page(s, l, h, e))) { return fault; }
+      }
+      for (std::int32_t e = first; e < used; ++e) {
+        own[word(view.k_page(s, l, h, e))] &= ~bit(view.k_page(s, l, h, e));
+        own[word(view.v_page(s, l, h, e))] &= ~bit(view.v_page(s, l, h, e));
+      }
+    }
+  }
+  return {};
+}
+
+/// Hash of everything a plan depends on: lengths, states, used table entries and whether they may be written.
+///
+/// \par Complexity
+/// O(used table entries)
+[[nodiscard]] inline std::uint64_t generation_of(const CacheView& view) noexcept {
+  std::uint64_t hash = 0x9E37'79B9'7F4A'7C15U;
+  const auto mix = [&](std::uint64_t x) {
+    hash = (hash ^ x) * 0xD6E8'FEB8'6659'FD93U;
+    hash ^= hash >> 32U;
+  };
+  for (std::int32_t i = 0; i < view.sequences; ++i) {
+    for (std::int32_t t = 0; t < view.tables_per_sequence(); ++t) {
+      const SequenceId s{i};
+      const LayerId l = view.first_layer(t);
+      const HeadId h = view.first_head(t);
+      const SequenceState state = view.state(s, l, h);
+      const std::int32_t live = view.live_rows(s, l, h);
+      mix(static_cast<std::uint64_t>(live) << 32U | static_cast<std::uint32_t>(state.append_row));
+      mix(state.generation);
+      if (live <= 0) { continue; }
+      const std::int64_t rows =
+          static_cast<std::int64_t>(live) + (state.append_row >= 0 ? 1 : 0) + view.first_row(s);
+      const std::int64_t used = (rows + view.page_size - 1) / view.page_size;
+      if (used > view.table.capacity(s, l, h)) { continue; }
+      for (std::int32_t e = 0; e < used; ++e) {
+        const PageId k = view.k_page(s, l, h, e);
+        const PageId v = view.v_page(s, l, h, e);
+        const auto held = [&](PageId p) {
+          return raw(p) >= 0 && raw(p) < view.pages && view.writable(p);
+        };
+        const std::uint64_t writable = (held(k) ? 1U : 0U) | (held(v) ? 2U : 0U);
+        mix((static_cast<std::uint64_t>(static_cast<std::uint32_t>(raw(k))) << 32U |
+             static_cast<std::uint32_t>(raw(v))) ^
+            (writable << 62U));
+      }
+    }
+  }
+  return hash;
+}
+
+}  // namespace kvtrim

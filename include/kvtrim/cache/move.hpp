@@ -1,0 +1,125 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// Moving one row means moving everything that is the row's: key, value, page planes, sequence planes. This is the only
+// place that knows the list, so that nothing can be left behind.
+
+#include <kvtrim/cache/cache_view.hpp>
+
+#include <cstring>
+
+namespace kvtrim {
+
+/// Where a row lies: the page of its key, the page of its value, the slot in both.
+struct RowPlace {
+  PageId k_page;
+  PageId v_page;
+  Slot slot;
+  friend bool operator==(const RowPlace&, const RowPlace&) = default;
+};
+
+/// Place of row `r` by the tables as they are.
+[[nodiscard]] inline RowPlace place_of(
+    const CacheView& view, SequenceId s, LayerId l, HeadId h, std::int32_t r) noexcept {
+  const std::int32_t at = r + view.first_row(s);
+  return {view.k_page(s, l, h, at / view.page_size),
+          view.v_page(s, l, h, at / view.page_size),
+          Slot{at % view.page_size}};
+}
+
+namespace detail {
+
+// A plane without a head (or layer) stride is common to what shares it: it moves with the first head (or layer) only.
+[[nodiscard]] inline bool moves_with(const CacheView& view,
+                                     const PagePlane& plane,
+                                     LayerId l,
+                                     HeadId h) noexcept {
+  if (plane.token_stride == 0) { return false; }
+  const bool common_heads = plane.head_stride == 0 && view.scope != TableScope::head;
+  const bool common_layers = plane.layer_stride == 0 && view.scope == TableScope::group;
+  return !(common_heads && raw(h) != 0) && !(common_layers && raw(l) != 0);
+}
+[[nodiscard]] inline bool moves_with(const SequencePlane& plane, LayerId l, HeadId h) noexcept {
+  return static_cast<bool>(plane) && !(plane.head_stride == 0 && raw(h) != 0) &&
+         !(plane.layer_stride == 0 && raw(l) != 0);
+}
+
+// Calls f(plane) for every sequence plane of the view.
+template <class F>
+void for_each_sequence_plane(const CacheView& view, F&& f) noexcept {
+  f(view.positions), f(view.rope_positions), f(view.score_sums), f(view.score_compensations);
+  for (std::int32_t i = 0; i < view.more_plane_count; ++i) { f(view.more_planes[i]); }
+}
+
+}  // namespace detail
+
+/// Bytes that moving one row of (layer, KV head) writes in pages: key, value, page planes.
+[[nodiscard]] inline std::int64_t moved_row_bytes(const CacheView& view,
+                                                  LayerId l,
+                                                  HeadId h) noexcept {
+  std::int64_t bytes = view.k.row_bytes() + view.v.row_bytes();
+  if (view.unrotated_keys.base != nullptr) { bytes += view.unrotated_keys.row_bytes(); }
+  for (std::int32_t i = 0; i < view.page_plane_count; ++i) {
+    if (detail::moves_with(view, view.page_planes[i], l, h)) {
+      bytes += view.page_planes[i].row_bytes;
+    }
+  }
+  return bytes;
+}
+
+/// Copies all that lies in pages of one row of one KV head to another place.
+inline void move_page_data(
+    const CacheView& view, LayerId l, HeadId h, RowPlace from, RowPlace to) noexcept {
+  copy_row(view.k, view.k.row(l, from.k_page, h, from.slot), view.k.row(l, to.k_page, h, to.slot));
+  copy_row(view.v, view.v.row(l, from.v_page, h, from.slot), view.v.row(l, to.v_page, h, to.slot));
+  if (view.unrotated_keys.base != nullptr) {
+    copy_row(view.unrotated_keys,
+             view.unrotated_keys.row(l, from.k_page, h, from.slot),
+             view.unrotated_keys.row(l, to.k_page, h, to.slot));
+  }
+  for (std::int32_t i = 0; i < view.page_plane_count; ++i) {
+    const PagePlane& plane = view.page_planes[i];
+    if (!detail::moves_with(view, plane, l, h)) { continue; }
+    const PageId source = plane.of_values ? from.v_page : from.k_page;
+    const PageId target = plane.of_values ? to.v_page : to.k_page;
+    std::memcpy(plane.row(l, target, h, to.slot),
+                plane.row(l, source, h, from.slot),
+                static_cast<std::size_t>(plane.row_bytes));
+  }
+}
+
+/// Copies the sequence planes' elements of row `from` to row `to`.
+inline void move_sequence_data(const CacheView& view,
+                               SequenceId s,
+                               LayerId l,
+                               HeadId h,
+                               std::int32_t from,
+                               std::int32_t to) noexcept {
+  detail::for_each_sequence_plane(view, [&](const SequencePlane& plane) {
+    if (!detail::moves_with(plane, l, h)) { return; }
+    std::memcpy(plane.row(s, l, h, to),
+                plane.row(s, l, h, from),
+                static_cast<std::size_t>(plane.element_bytes));
+  });
+}
+
+/// Whether some side plane is common to heads or layers that share a table, so that they must all keep the same rows.
+[[nodiscard]] inline bool has_common_planes(const CacheView& view) noexcept {
+  bool any = false;
+  const auto note = [&](bool heads, bool layers) {
+    any = any || (heads && view.kv_heads > 1) || (layers && view.layers > 1);
+  };
+  detail::for_each_sequence_plane(view, [&](const SequencePlane& p) {
+    if (p) { note(p.head_stride == 0, p.layer_stride == 0); }
+  });
+  for (std::int32_t i = 0; i < view.page_plane_count; ++i) {
+    const PagePlane& p = view.page_planes[i];
+    if (p.token_stride != 0) {
+      note(p.head_stride == 0 && view.scope != TableScope::head,
+           p.layer_stride == 0 && view.scope == TableScope::group);
+    }
+  }
+  return any;
+}
+
+}  // namespace kvtrim

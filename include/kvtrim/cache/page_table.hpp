@@ -1,0 +1,78 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <kvtrim/core/types.hpp>
+
+#include <cstdint>
+
+namespace kvtrim {
+
+/// Index of the table row, or of the length, of (sequence, layer, KV head): a sum of multiples.
+///
+/// A multiplier of 0 means "common to": a table for all layers has `layer = 0`, a table for all heads `head = 0`.
+struct RowMap {
+  std::int64_t sequence = 1;  ///< rows between sequences
+  std::int64_t layer = 0;     ///< rows between layers
+  std::int64_t head = 0;      ///< rows between KV heads
+
+  /// The index.
+  [[nodiscard]] KVTRIM_HOST_DEVICE constexpr std::int64_t operator()(SequenceId s,
+                                                                     LayerId l,
+                                                                     HeadId h) const noexcept {
+    return raw(s) * sequence + raw(l) * layer + raw(h) * head;
+  }
+};
+
+/// The engine's page tables: which pages hold the rows of (sequence, layer, KV head), in order.
+///
+/// Dense: row r is `ids[r * row_stride ...]`, at most `max_pages` entries. CSR (`indptr` set): row r is
+/// `ids[indptr[r] .. indptr[r + 1])`. One-token slots are a dense table with page size 1. The ids stay the engine's
+/// integers; a `PageId` is made on access.
+struct PageTable {
+  const std::int32_t* ids = nullptr;     ///< page ids of K, and of V where `v_offset` is 0
+  const std::int32_t* indptr = nullptr;  ///< CSR row starts, or null
+  RowMap rows;                           ///< which row serves whom
+  std::int64_t row_stride = 0;           ///< dense: ids between rows
+  std::int32_t max_pages = 0;            ///< dense: entries of a row
+  std::int64_t v_offset = 0;  ///< ids from K's entry to V's (TensorRT-LLM); 0: one id for both
+  std::int32_t null_id = -1;  ///< what stands for no page
+  std::int32_t id_mask = -1;  ///< bits of an entry that are the id (others are flags)
+
+  /// First entry of a row.
+  [[nodiscard]] KVTRIM_HOST_DEVICE const std::int32_t* row(SequenceId s,
+                                                           LayerId l,
+                                                           HeadId h) const noexcept {
+    const std::int64_t r = rows(s, l, h);
+    return ids + (indptr != nullptr ? indptr[r] : r * row_stride);
+  }
+
+  /// Entries a row has room for.
+  [[nodiscard]] KVTRIM_HOST_DEVICE std::int32_t capacity(SequenceId s,
+                                                         LayerId l,
+                                                         HeadId h) const noexcept {
+    if (indptr == nullptr) { return max_pages; }
+    const std::int64_t r = rows(s, l, h);
+    return indptr[r + 1] - indptr[r];
+  }
+
+  /// The page an entry names.
+  [[nodiscard]] KVTRIM_HOST_DEVICE constexpr PageId page(std::int32_t entry) const noexcept {
+    return entry == null_id ? null_page : PageId{entry & id_mask};
+  }
+};
+
+/// Which pages may be written. All of them when both pointers are null.
+struct Writable {
+  const std::int32_t* ref_counts =
+      nullptr;  ///< [pages]; a page is writable while its count is at most 1
+  const std::uint64_t* bits = nullptr;  ///< [pages / 64]; a set bit is a writable page
+
+  /// Whether page `p` may be written.
+  [[nodiscard]] KVTRIM_HOST_DEVICE bool operator()(PageId p) const noexcept {
+    if (ref_counts != nullptr && ref_counts[raw(p)] > 1) { return false; }
+    return bits == nullptr ||
+           ((bits[raw(p) / 64] >> static_cast<unsigned>(raw(p) % 64)) & 1U) != 0U;
+  }
+};
+
+}  // namespace kvtrim

@@ -1,0 +1,609 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// The embedded cache: for engines without one of their own, for tests and examples. Pages are [kv_heads, page_size, dim]
+// of one or all layers, or [page_size, dim] of one head, by `TableScope`. Over 400 lines: one class, whose operations
+// must keep tables, counts and side planes in step.
+
+#include <kvtrim/cache/cache_view.hpp>
+#include <kvtrim/cache/move.hpp>
+#include <kvtrim/cache/page_pool.hpp>
+#include <kvtrim/cache/table_update.hpp>
+#include <kvtrim/core/status.hpp>
+#include <kvtrim/detail/error.hpp>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <optional>
+#include <span>
+#include <vector>
+
+namespace kvtrim {
+
+/// Where the keys or the values of new rows are read from: [n, kv_heads, dim] floats.
+struct RowSource {
+  const float* data = nullptr;    ///< token 0, KV head 0
+  std::int64_t token_stride = 0;  ///< floats between tokens; 0: kv_heads * dim
+  std::int64_t head_stride = 0;   ///< floats between KV heads; 0: dim
+};
+
+/// A paged KV cache in host memory, with ref-counted pages, prefix sharing by fork, and copy-on-write.
+///
+/// \par Allocation
+/// in the constructor only. Memory is touched when it is first written.
+/// \par Thread-safety
+/// one thread at a time; `write` from many threads for different (sequence, layer)
+class PagedCache {
+ public:
+  /// What a cache is made of.
+  struct Params {
+    std::int32_t pages = 0;                ///< pages of the pool
+    std::int32_t page_size = 16;           ///< rows a page
+    std::int32_t layers = 1;               ///< layers
+    std::int32_t kv_heads = 1;             ///< KV heads a layer
+    std::int32_t key_dim = 0;              ///< features of a key
+    std::int32_t value_dim = 0;            ///< features of a value; 0: as the keys
+    DType dtype = DType::f32;              ///< f32, f16 or bf16
+    TableScope scope = TableScope::group;  ///< what one page table, and so one page, serves
+    std::int32_t max_sequences = 1;        ///< sequences alive at the same time
+    std::int32_t max_rows = 0;             ///< rows a table can hold; 0: as many as the pool
+    bool scores = false;                   ///< planes for accumulated scores (`HeavyHitter`)
+    bool unrotated_keys =
+        false;  ///< also keep keys before RoPE, for in-cache positions of 16-bit keys
+  };
+
+  /// Makes an empty cache.
+  ///
+  /// \throws std::invalid_argument if an extent is below 1 (`max_rows`, `value_dim`, `pages`: below 0) or the dtype is
+  ///   not f32, f16 or bf16
+  explicit PagedCache(const Params& params) : params_(checked(params)), pool_(params.pages) {
+    const auto& p = params_;
+    tables_ = p.scope == TableScope::group   ? 1
+              : p.scope == TableScope::layer ? p.layers
+                                             : p.layers * p.kv_heads;
+    max_pages_ = pages_for(p.max_rows, p.page_size);
+    const auto tables = static_cast<std::size_t>(tables_) * index(p.max_sequences);
+    ids_.assign(tables * index(max_pages_), raw(null_page));
+    states_.assign(tables, {});
+    writes_.assign(tables, {});
+    alive_.assign(index(p.max_sequences), false);
+    k_ = make_plane(keys_, p.key_dim);
+    v_ = make_plane(values_, p.value_dim);
+    if (p.unrotated_keys) { u_ = make_plane(unrotated_, p.key_dim); }
+    const std::size_t elements =
+        index(p.max_sequences) * index(p.layers) * index(p.kv_heads) * index(p.max_rows);
+    positions_ = std::make_unique_for_overwrite<Position[]>(elements);
+    rope_positions_ = std::make_unique_for_overwrite<std::int32_t[]>(elements);
+    if (p.scores) {
+      sums_ = std::make_unique_for_overwrite<float[]>(elements);
+      compensations_ = std::make_unique_for_overwrite<float[]>(elements);
+    }
+  }
+
+  PagedCache(const PagedCache&) = delete;
+  PagedCache& operator=(const PagedCache&) = delete;
+  /// Moves the cache; views of it stay valid, the source may only be destroyed.
+  PagedCache(PagedCache&&) = default;
+  PagedCache& operator=(PagedCache&&) = default;
+  ~PagedCache() = default;
+
+  /// Starts an empty sequence.
+  ///
+  /// \returns the sequence, or `std::nullopt` when `max_sequences` are alive
+  [[nodiscard]] std::optional<SequenceId> try_create() noexcept {
+    for (std::size_t i = 0; i < alive_.size(); ++i) {
+      if (!alive_[i]) {
+        alive_[i] = true;
+        return SequenceId{static_cast<std::int32_t>(i)};
+      }
+    }
+    return std::nullopt;
+  }
+
+  /// Ends sequence `s`: its pages lose one owner each.
+  /// \pre `alive(s)`
+  void destroy(SequenceId s) noexcept {
+    reset(s);
+    alive_[index(raw(s))] = false;
+  }
+
+  /// Whether `s` was created and not destroyed.
+  [[nodiscard]] bool alive(SequenceId s) const noexcept {
+    return raw(s) >= 0 && raw(s) < params_.max_sequences && alive_[index(raw(s))];
+  }
+
+  /// Starts a sequence with the rows of `s`: pages are shared, positions and scores copied.
+  ///
+  /// \returns the new sequence, or `std::nullopt` when `max_sequences` are alive
+  /// \pre `alive(s)`
+  /// \par Complexity
+  /// O(pages + rows * layers * KV heads); no key or value is copied
+  [[nodiscard]] std::optional<SequenceId> try_fork(SequenceId s) noexcept {
+    KVTRIM_ASSERT(alive(s));
+    const auto made = try_create();
+    if (!made) { return std::nullopt; }
+    const CacheView all = view();
+    for (std::int32_t t = 0; t < tables_; ++t) {
+      const SequenceState& from = state_of(s, t);
+      std::int32_t* const entries = row_of(*made, t);
+      const std::int32_t used = pages_for(from.extent(), params_.page_size);
+      std::copy_n(row_of(s, t), used, entries);
+      for (std::int32_t e = 0; e < used; ++e) { pool_.retain(PageId{entries[e]}); }
+      state_of(*made, t) = from;
+      touch(*made, t);
+      for_each_head(all, t, [&](LayerId l, HeadId h) {
+        detail::for_each_sequence_plane(all, [&](const SequencePlane& plane) {
+          if (!plane) { return; }
+          std::memcpy(plane.row(*made, l, h, 0),
+                      plane.row(s, l, h, 0),
+                      index(from.extent()) * index(plane.element_bytes));
+        });
+      });
+    }
+    return made;
+  }
+
+  /// Empties sequence `s`: rows, positions, scores and state go together; pages lose one owner each.
+  /// \pre `alive(s)`
+  void reset(SequenceId s) noexcept {
+    KVTRIM_ASSERT(alive(s));
+    for (std::int32_t t = 0; t < tables_; ++t) {
+      release_tail(s, t, 0);
+      state_of(s, t) = {};
+      writes_[table_index(s, t)] = {};
+      touch(s, t);
+    }
+  }
+
+  /// Reserves `n` rows in all layers for the next `n` tokens, all or nothing. Then `write` them, layer by layer.
+  ///
+  /// Rows get their positions, and scores of 0. A shared last page is copied first.
+  ///
+  /// \returns `ok`; `out_of_pages`, `too_many_rows` or `no_such_sequence`: nothing was changed
+  /// \par Complexity
+  /// O(tables + n * layers * KV heads)
+  Status try_extend(SequenceId s, std::int32_t n) noexcept {
+    KVTRIM_ASSERT(n >= 0);
+    if (!alive(s)) { return Status::no_such_sequence; }
+    std::int64_t needed = 0;
+    for (std::int32_t t = 0; t < tables_ && n > 0; ++t) {
+      const SequenceState& state = state_of(s, t);
+      const std::int64_t extent =
+          state.extent() + static_cast<std::int64_t>(n) - (state.append_row >= 0 ? 1 : 0);
+      if (extent > params_.max_rows) { return Status::too_many_rows; }
+      needed += pages_for(static_cast<std::int32_t>(extent), params_.page_size) -
+                pages_for(state.extent(), params_.page_size);
+      needed += for_each_shared_target(s, t, n, [](std::int32_t) {});
+    }
+    if (needed > pool_.available()) { return Status::out_of_pages; }
+    const CacheView all = view();
+    for (std::int32_t t = 0; t < tables_; ++t) { extend_table(all, s, t, n); }
+    return Status::ok;
+  }
+
+  /// Writes key and value of the rows that the last `try_extend` reserved, in `layer`, rounded to the cache's dtype.
+  ///
+  /// \param keys      [n, kv_heads, key_dim], rotated as attention uses them
+  /// \param values    [n, kv_heads, value_dim]
+  /// \param unrotated [n, kv_heads, key_dim] keys before RoPE; only with `Params::unrotated_keys`
+  /// \pre `try_extend(s, n)` was ok
+  void write(SequenceId s,
+             LayerId layer,
+             RowSource keys,
+             RowSource values,
+             RowSource unrotated = {}) noexcept {
+    const CacheView all = view();
+    KVTRIM_ASSERT((unrotated.data != nullptr) == params_.unrotated_keys);
+    for (std::int32_t h = 0; h < params_.kv_heads; ++h) {
+      const HeadId head{h};
+      const Write& w = writes_[table_index(s, all.table_of(layer, head))];
+      for (std::int32_t i = 0; i < w.count; ++i) {
+        const RowPlace at = place_of(all, s, layer, head, w.row(i));
+        store_row(
+            k_, k_.row(layer, at.k_page, head, at.slot), element(keys, i, h, params_.key_dim));
+        store_row(
+            v_, v_.row(layer, at.v_page, head, at.slot), element(values, i, h, params_.value_dim));
+        if (params_.unrotated_keys) {
+          store_row(u_,
+                    u_.row(layer, at.k_page, head, at.slot),
+                    element(unrotated, i, h, params_.key_dim));
+        }
+      }
+    }
+  }
+
+  /// Forgets the tokens from position `next` on, so that the next token is at `next`.
+  ///
+  /// Where slot order is no longer position order, rows move within the sequence's own pages.
+  ///
+  /// \returns `ok` (also when there is nothing to forget); `unequal_budget` if heads of one table would be left with
+  ///   different counts, `shared_page` if a shared page would have to be written: nothing was changed
+  Status try_truncate(SequenceId s, Position next) noexcept {
+    if (!alive(s)) { return Status::no_such_sequence; }
+    const CacheView all = view();
+    for (std::int32_t t = 0; t < tables_; ++t) {
+      if (const Status status = truncated_rows(all, s, t, next).status; status != Status::ok) {
+        return status;
+      }
+    }
+    for (std::int32_t t = 0; t < tables_; ++t) { truncate_table(all, s, t, next); }
+    return Status::ok;
+  }
+
+  /// Forgets the last `n` tokens; more than there are forgets all. See `try_truncate`.
+  Status try_remove_last(SequenceId s, std::int32_t n) noexcept {
+    if (!alive(s)) { return Status::no_such_sequence; }
+    return try_truncate(s, Position{std::max(0, raw(next_position(s)) - n)});
+  }
+
+  /// View of all `max_sequences` sequences; those not alive have no rows.
+  [[nodiscard]] CacheView view() noexcept { return view_of(0, params_.max_sequences); }
+  /// View of sequence `s` alone, which is sequence 0 there.
+  [[nodiscard]] CacheView view(SequenceId s) noexcept { return view_of(raw(s), 1); }
+
+  /// Live rows of (sequence, layer, KV head): what attention reads, and where slots come from.
+  [[nodiscard]] std::int32_t live_rows(SequenceId s, LayerId l = {}, HeadId h = {}) const noexcept {
+    return state(s, l, h).live_rows;
+  }
+  /// Position of the next token: tokens seen so far, evicted ones included. The same for all layers.
+  [[nodiscard]] Position next_position(SequenceId s) const noexcept {
+    return Position{state(s).next_position};
+  }
+  /// What the next key and query of this layer and head are rotated to.
+  [[nodiscard]] std::int32_t next_rope_position(SequenceId s,
+                                                LayerId l = {},
+                                                HeadId h = {}) const noexcept {
+    return state(s, l, h).next_rope_position;
+  }
+  /// State of (sequence, layer, KV head).
+  [[nodiscard]] const SequenceState& state(SequenceId s,
+                                           LayerId l = {},
+                                           HeadId h = {}) const noexcept {
+    return states_[table_index(s, table_of(l, h))];
+  }
+  /// Page table of (sequence, layer, KV head), [max pages of a table]: live pages first, then -1.
+  [[nodiscard]] std::span<const std::int32_t> page_table(SequenceId s,
+                                                         LayerId l = {},
+                                                         HeadId h = {}) const noexcept {
+    return {ids_.data() + table_index(s, table_of(l, h)) * index(max_pages_), index(max_pages_)};
+  }
+
+  /// The pool. Pages taken from it directly are the caller's.
+  [[nodiscard]] PagePool& pool() noexcept { return pool_; }
+  /// The pool, for reading.
+  [[nodiscard]] const PagePool& pool() const noexcept { return pool_; }
+  /// What the cache was made of, with the defaults filled in.
+  [[nodiscard]] const Params& params() const noexcept { return params_; }
+  /// Bytes of keys and values of one page (all layers and heads that a page serves).
+  [[nodiscard]] std::int64_t page_bytes() const noexcept {
+    return (k_.page_stride + v_.page_stride) *
+           (params_.scope == TableScope::group ? params_.layers : 1);
+  }
+
+  /// Stores a table after an eviction (`TableSink`).
+  void update(const TableUpdate& u) noexcept {
+    std::int32_t* const entries = row_of(u.sequence, u.table);
+    for (std::size_t e = 0; e < u.k_pages.size(); ++e) { entries[e] = raw(u.k_pages[e]); }
+    for (auto e = static_cast<std::int32_t>(u.k_pages.size()); e < u.pages_before; ++e) {
+      entries[e] = raw(null_page);
+    }
+    state_of(u.sequence, u.table) = u.state;
+    writes_[table_index(u.sequence, u.table)] = {};
+    touch(u.sequence, u.table);
+  }
+  /// Drops one reference of a page (`TableSink`).
+  bool release(PageId p) noexcept { return pool_.release(p); }
+
+  /// A `TableSink` for plans over a view of this cache, of all sequences or of one.
+  class Sink {
+   public:
+    /// Stores a table, whose sequence counts from the view's first.
+    void update(TableUpdate u) noexcept {
+      u.sequence = SequenceId{raw(u.sequence) + first_};
+      cache_->update(u);
+    }
+    /// Drops one reference of a page.
+    bool release(PageId p) noexcept { return cache_->release(p); }
+
+   private:
+    friend class PagedCache;
+    Sink(PagedCache& cache, std::int32_t first) noexcept : cache_(&cache), first_(first) {}
+    PagedCache* cache_;
+    std::int32_t first_;
+  };
+
+  /// The sink for `view`, which is `view()` or `view(s)` of this cache.
+  [[nodiscard]] Sink sink_for(const CacheView& view) noexcept {
+    return {*this, static_cast<std::int32_t>((view.states - states_.data()) / tables_)};
+  }
+
+ private:
+  // Rows reserved by the last extend: a hole first, if there was one, then the tail.
+  struct Write {
+    std::int32_t hole = -1;
+    std::int32_t begin = 0;
+    std::int32_t count = 0;
+    [[nodiscard]] std::int32_t row(std::int32_t i) const noexcept {
+      return hole < 0 ? begin + i : i == 0 ? hole : begin + i - 1;
+    }
+  };
+  struct Truncation {
+    Status status = Status::ok;
+    std::int32_t kept = 0;
+  };
+
+  static std::size_t index(std::int64_t i) noexcept { return static_cast<std::size_t>(i); }
+
+  static Params checked(Params p) {
+    if (p.page_size < 1 || p.layers < 1 || p.kv_heads < 1 || p.key_dim < 1 || p.max_sequences < 1 ||
+        p.pages < 0 || p.value_dim < 0 || p.max_rows < 0) {
+      detail::throw_invalid_argument(
+          "kvtrim::PagedCache: page_size {}, layers {}, kv_heads {}, key_dim {} and max_sequences "
+          "{} must be at least 1; "
+          "pages {}, value_dim {} and max_rows {} at least 0",
+          p.page_size,
+          p.layers,
+          p.kv_heads,
+          p.key_dim,
+          p.max_sequences,
+          p.pages,
+          p.value_dim,
+          p.max_rows);
+    }
+    if (!readable(p.dtype)) {
+      detail::throw_invalid_argument("kvtrim::PagedCache: dtype {} is not f32, f16 or bf16",
+                                     to_string(p.dtype));
+    }
+    const std::int64_t pool_rows = static_cast<std::int64_t>(p.pages) * p.page_size;
+    if (pool_rows > std::numeric_limits<std::int32_t>::max()) {
+      detail::throw_length_error(
+          "kvtrim::PagedCache: {} pages of {} rows do not fit 31 bits", p.pages, p.page_size);
+    }
+    if (p.value_dim == 0) { p.value_dim = p.key_dim; }
+    if (p.max_rows == 0) { p.max_rows = static_cast<std::int32_t>(pool_rows); }
+    return p;
+  }
+
+  Plane make_plane(std::unique_ptr<std::byte[]>& memory, std::int32_t dim) {
+    const auto& p = params_;
+    const PlaneShape shape{p.page_size, p.scope == TableScope::head ? 1 : p.kv_heads, dim, p.dtype};
+    Plane plane = Plane::hnd(nullptr, shape);
+    if (p.scope == TableScope::head) { plane.head_stride = 0; }
+    if (p.scope == TableScope::group) { plane.layer_stride = p.pages * plane.page_stride; }
+    const std::int64_t layers = p.scope == TableScope::group ? p.layers : 1;
+    memory =
+        std::make_unique_for_overwrite<std::byte[]>(index(layers * p.pages * plane.page_stride));
+    plane.base = memory.get();
+    return plane;
+  }
+
+  [[nodiscard]] std::int32_t table_of(LayerId l, HeadId h) const noexcept {
+    return params_.scope == TableScope::group   ? 0
+           : params_.scope == TableScope::layer ? raw(l)
+                                                : raw(l) * params_.kv_heads + raw(h);
+  }
+  [[nodiscard]] std::size_t table_index(SequenceId s, std::int32_t t) const noexcept {
+    return index(static_cast<std::int64_t>(raw(s)) * tables_ + t);
+  }
+  SequenceState& state_of(SequenceId s, std::int32_t t) noexcept {
+    return states_[table_index(s, t)];
+  }
+  std::int32_t* row_of(SequenceId s, std::int32_t t) noexcept {
+    return ids_.data() + table_index(s, t) * index(max_pages_);
+  }
+  void touch(SequenceId s, std::int32_t t) noexcept { state_of(s, t).generation = ++clock_; }
+
+  [[nodiscard]] const float* element(const RowSource& source,
+                                     std::int32_t token,
+                                     std::int32_t head,
+                                     std::int32_t dim) const noexcept {
+    const std::int64_t head_stride = source.head_stride == 0 ? dim : source.head_stride;
+    const std::int64_t token_stride = source.token_stride == 0
+                                          ? params_.kv_heads * static_cast<std::int64_t>(dim)
+                                          : source.token_stride;
+    return source.data + token * token_stride + head * head_stride;
+  }
+
+  template <class F>
+  static void for_each_head(const CacheView& all, std::int32_t t, F&& f) noexcept {
+    for (std::int32_t l = 0; l < all.layers_per_table(); ++l) {
+      for (std::int32_t h = 0; h < all.heads_per_table(); ++h) {
+        f(LayerId{raw(all.first_layer(t)) + l}, HeadId{raw(all.first_head(t)) + h});
+      }
+    }
+  }
+  // Calls f(entry) for each shared page that an extend by n writes to, ascending or twice never; returns how many.
+  template <class F>
+  std::int32_t for_each_shared_target(SequenceId s,
+                                      std::int32_t t,
+                                      std::int32_t n,
+                                      F&& f) noexcept {
+    const SequenceState& state = state_of(s, t);
+    const std::int32_t hole = state.append_row < 0 ? -1 : state.append_row / params_.page_size;
+    const bool tail_written = n > (hole >= 0 ? 1 : 0) && state.extent() % params_.page_size != 0;
+    const std::int32_t tail = tail_written ? state.extent() / params_.page_size : -1;
+    std::int32_t count = 0;
+    const auto shared = [&](std::int32_t e) {
+      return e >= 0 && pool_.ref_count(PageId{row_of(s, t)[e]}) > 1;
+    };
+    if (n > 0 && shared(hole)) { ++count, f(hole); }
+    if (n > 0 && tail != hole && shared(tail)) { ++count, f(tail); }
+    return count;
+  }
+
+  void copy_page(PageId from, PageId to) noexcept {
+    const std::int32_t layers = params_.scope == TableScope::group ? params_.layers : 1;
+    for (const Plane& plane : {k_, v_, u_}) {
+      if (plane.base == nullptr) { continue; }
+      for (std::int32_t l = 0; l < layers; ++l) {
+        std::memcpy(plane.row(LayerId{l}, to, HeadId{0}, Slot{0}),
+                    plane.row(LayerId{l}, from, HeadId{0}, Slot{0}),
+                    index(plane.page_stride));
+      }
+    }
+  }
+
+  void extend_table(const CacheView& all, SequenceId s, std::int32_t t, std::int32_t n) noexcept {
+    std::int32_t* const entries = row_of(s, t);
+    for_each_shared_target(s, t, n, [&](std::int32_t e) {
+      const PageId own = *pool_.try_acquire();
+      copy_page(PageId{entries[e]}, own);
+      pool_.release(PageId{entries[e]});
+      entries[e] = raw(own);
+    });
+    SequenceState& state = state_of(s, t);
+    const bool fills_hole = n > 0 && state.append_row >= 0;
+    const Write w{fills_hole ? state.append_row : -1, state.extent(), n};
+    const std::int32_t extent = w.begin + n - (fills_hole ? 1 : 0);
+    for (std::int32_t e = pages_for(w.begin, params_.page_size);
+         e < pages_for(extent, params_.page_size);
+         ++e) {
+      entries[e] = raw(*pool_.try_acquire());
+    }
+    for_each_head(all, t, [&](LayerId l, HeadId h) {
+      for (std::int32_t i = 0; i < n; ++i) {
+        all.positions.at<Position>(s, l, h, w.row(i)) = Position{state.next_position + i};
+        all.rope_positions.at<std::int32_t>(s, l, h, w.row(i)) = state.next_rope_position + i;
+        if (all.score_sums) {
+          all.score_sums.at<float>(s, l, h, w.row(i)) = 0;
+          all.score_compensations.at<float>(s, l, h, w.row(i)) = 0;
+        }
+      }
+    });
+    writes_[table_index(s, t)] = w;
+    if (fills_hole) {
+      state.append_row = -1;
+      // The hole's new row is newer than what follows it.
+      state.ordered = state.ordered && w.hole == w.begin - 1;
+    }
+    state.live_rows += n;
+    state.next_position += n;
+    state.next_rope_position += n;
+    if (n > 0) { ++state.steps; }
+    touch(s, t);
+  }
+
+  // Rows that stay, the same for every head of the table, and whether that can be done without writing shared pages.
+  Truncation truncated_rows(const CacheView& all,
+                            SequenceId s,
+                            std::int32_t t,
+                            Position next) noexcept {
+    const SequenceState& state = state_of(s, t);
+    Truncation result;
+    bool first = true;
+    for_each_head(all, t, [&](LayerId l, HeadId h) {
+      std::int32_t kept = 0;
+      std::int32_t last = -1;
+      for (std::int32_t r = 0; r < state.extent(); ++r) {
+        if (r != state.append_row && all.position(s, l, h, r) < next) { ++kept, last = r; }
+      }
+      if (!first && kept != result.kept) { result.status = Status::unequal_budget; }
+      first = false;
+      result.kept = kept;
+      if (last >= kept) {  // rows move down: where to is not known to be private
+        for (std::int32_t e = 0; e < pages_for(kept, params_.page_size); ++e) {
+          if (pool_.ref_count(PageId{row_of(s, t)[e]}) > 1 && result.status == Status::ok) {
+            result.status = Status::shared_page;
+          }
+        }
+      }
+    });
+    return result;
+  }
+
+  void truncate_table(const CacheView& all, SequenceId s, std::int32_t t, Position next) noexcept {
+    SequenceState& state = state_of(s, t);
+    const std::int32_t kept = truncated_rows(all, s, t, next).kept;
+    if (raw(next) >= state.next_position) { return; }
+    for_each_head(all, t, [&](LayerId l, HeadId h) {
+      const auto stays = [&](std::int32_t r) {
+        return r != state.append_row && all.position(s, l, h, r) < next;
+      };
+      std::int32_t from = state.extent() - 1;
+      for (std::int32_t to = 0; to < kept; ++to) {
+        if (stays(to)) { continue; }
+        while (!stays(from)) { --from; }
+        move_page_data(all, l, h, place_of(all, s, l, h, from), place_of(all, s, l, h, to));
+        move_sequence_data(all, s, l, h, from, to);
+        --from;
+      }
+    });
+    const std::int32_t removed = state.live_rows - kept;
+    release_tail(s, t, pages_for(kept, params_.page_size));
+    state.next_rope_position -=
+        state.next_rope_position == state.next_position ? state.next_position - raw(next) : removed;
+    state.next_position = raw(next);
+    state.live_rows = kept;
+    state.rows_at_eviction = std::min(state.rows_at_eviction, kept);
+    state.append_row = -1;
+    writes_[table_index(s, t)] = {};
+    touch(s, t);
+  }
+
+  // Releases the pages from entry `first` on, tail first.
+  void release_tail(SequenceId s, std::int32_t t, std::int32_t first) noexcept {
+    std::int32_t* const entries = row_of(s, t);
+    for (std::int32_t e = pages_for(state_of(s, t).extent(), params_.page_size); e-- > first;) {
+      pool_.release(PageId{entries[e]});
+      entries[e] = raw(null_page);
+    }
+  }
+
+  CacheView view_of(std::int32_t first, std::int32_t sequences) noexcept {
+    const auto& p = params_;
+    CacheView view;
+    view.k = k_;
+    view.v = v_;
+    view.unrotated_keys = u_;
+    view.page_size = p.page_size;
+    view.pages = p.pages;
+    view.kv_heads = p.kv_heads;
+    view.layers = p.layers;
+    view.sequences = sequences;
+    view.scope = p.scope;
+    view.table.ids = ids_.data() + table_index(SequenceId{first}, 0) * index(max_pages_);
+    view.table.rows = {tables_,
+                       p.scope == TableScope::group ? 0 : tables_ / p.layers,
+                       p.scope == TableScope::head ? 1 : 0};
+    view.table.row_stride = max_pages_;
+    view.table.max_pages = max_pages_;
+    view.states = states_.data() + table_index(SequenceId{first}, 0);
+    view.writable.ref_counts = pool_.ref_counts();
+    const std::size_t offset =
+        index(first) * index(p.layers) * index(p.kv_heads) * index(p.max_rows);
+    const auto plane = [&](auto& memory) {
+      return memory == nullptr
+                 ? SequencePlane{}
+                 : SequencePlane::dense(memory.get() + offset, p.layers, p.kv_heads, p.max_rows);
+    };
+    view.positions = plane(positions_);
+    view.rope_positions = plane(rope_positions_);
+    view.score_sums = plane(sums_);
+    view.score_compensations = plane(compensations_);
+    return view;
+  }
+
+  Params params_;
+  PagePool pool_;
+  std::int32_t tables_ = 0;
+  std::int32_t max_pages_ = 0;
+  std::vector<std::int32_t> ids_;  // [max_sequences, tables, max_pages]
+  std::vector<SequenceState> states_;
+  std::vector<Write> writes_;
+  std::vector<bool> alive_;
+  std::uint64_t clock_ = 0;
+  Plane k_, v_, u_;
+  std::unique_ptr<std::byte[]> keys_, values_, unrotated_;
+  std::unique_ptr<Position[]>
+      positions_;  // [max_sequences, layers, kv_heads, max_rows], as the next three
+  std::unique_ptr<std::int32_t[]> rope_positions_;
+  std::unique_ptr<float[]> sums_, compensations_;
+};
+static_assert(TableSink<PagedCache>);
+static_assert(TableSink<PagedCache::Sink>);
+
+}  // namespace kvtrim

@@ -1,0 +1,245 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// A plane says where an element lies, by strides in bytes, and nothing of shapes: two layouts with equal shapes differ
+// in their strides, so neither can be mistaken for the other. Every offset is 64 bits wide.
+
+#include <kvtrim/core/dtype.hpp>
+#include <kvtrim/core/types.hpp>
+#include <kvtrim/detail/error.hpp>
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+namespace kvtrim {
+
+/// Extents of a cache whose rows have one size; what the layout factories need.
+struct PlaneShape {
+  std::int32_t page_size = 0;  ///< rows a page
+  std::int32_t kv_heads = 0;   ///< KV heads a layer
+  std::int32_t head_dim = 0;   ///< features of a row
+  DType dtype = DType::f32;    ///< element type
+};
+
+/// The keys, or the values, of a paged cache: where element (layer, page, KV head, slot, feature) lies.
+///
+/// Non-owning and trivially copyable. Strides are in bytes and may be anything that does not make elements overlap.
+struct Plane {
+  std::byte* base = nullptr;  ///< layer 0, page 0, head 0, slot 0, feature 0
+  std::byte* const* layer_bases =
+      nullptr;                    ///< [layers] where layers are separate buffers; else null
+  std::int64_t layer_stride = 0;  ///< bytes between layers; unused with `layer_bases`
+  std::int64_t page_stride = 0;   ///< bytes between pages
+  std::int64_t token_stride = 0;  ///< bytes between slots of a page
+  std::int64_t head_stride = 0;  ///< bytes between KV heads; 0 where each head has pages of its own
+  std::int64_t feature_stride = 0;    ///< bytes between features (of one pack)
+  std::int64_t pack_stride = 0;       ///< bytes between packs of features; unused when `pack` is 1
+  std::int32_t pack = 1;              ///< features a pack (legacy vLLM keys: 16 / element bytes)
+  std::int32_t head_dim = 0;          ///< features of a row
+  DType dtype = DType::f32;           ///< element type
+  std::int32_t opaque_row_bytes = 0;  ///< bytes of a row when `dtype` is `opaque`
+
+  /// First byte of a row: one token of one KV head.
+  [[nodiscard]] KVTRIM_HOST_DEVICE std::byte* row(LayerId l,
+                                                  PageId p,
+                                                  HeadId h,
+                                                  Slot s) const noexcept {
+    std::byte* layer = layer_bases != nullptr ? layer_bases[raw(l)] : base + raw(l) * layer_stride;
+    return layer + raw(p) * page_stride + raw(h) * head_stride + raw(s) * token_stride;
+  }
+
+  /// Byte offset of feature `d` inside its row.
+  [[nodiscard]] KVTRIM_HOST_DEVICE constexpr std::int64_t feature_offset(
+      std::int32_t d) const noexcept {
+    return pack == 1 ? d * feature_stride : d / pack * pack_stride + d % pack * feature_stride;
+  }
+
+  /// Whether a row is one block of `row_bytes()` bytes.
+  [[nodiscard]] KVTRIM_HOST_DEVICE constexpr bool contiguous_rows() const noexcept {
+    return dtype == DType::opaque || (pack == 1 && feature_stride == element_bytes(dtype));
+  }
+
+  /// Bytes of the values of a row.
+  [[nodiscard]] KVTRIM_HOST_DEVICE constexpr std::int64_t row_bytes() const noexcept {
+    return dtype == DType::opaque ? opaque_row_bytes : head_dim * element_bytes(dtype);
+  }
+
+  /// `[pages, page_size, kv_heads, head_dim]`, C order: vLLM, FlashInfer NHD; SGLang and llama.cpp with page size 1.
+  /// \throws std::invalid_argument if an extent is below 1
+  [[nodiscard]] static constexpr Plane nhd(void* data, const PlaneShape& s) {
+    return strided(data, s, s.kv_heads * row(s), row(s));
+  }
+
+  /// `[pages, kv_heads, page_size, head_dim]`, C order: FlashInfer HND, TensorRT-LLM.
+  /// \throws std::invalid_argument if an extent is below 1
+  [[nodiscard]] static constexpr Plane hnd(void* data, const PlaneShape& s) {
+    return strided(data, s, row(s), s.page_size * row(s));
+  }
+
+  /// `[pages, kv_heads, head_dim / x, page_size, x]`, x = 16 bytes of elements: keys of legacy vLLM.
+  /// \throws std::invalid_argument if an extent is below 1 or head_dim is no multiple of x
+  [[nodiscard]] static constexpr Plane vllm_packed_keys(void* data, const PlaneShape& s) {
+    Plane p = strided(data, s, 16, s.page_size * row(s));
+    p.pack = static_cast<std::int32_t>(16 / element_bytes(s.dtype));
+    if (s.head_dim % p.pack != 0) {
+      detail::throw_invalid_argument(
+          "kvtrim::Plane: head_dim {} is no multiple of the packing width {}", s.head_dim, p.pack);
+    }
+    p.pack_stride = 16 * static_cast<std::int64_t>(s.page_size);
+    return p;
+  }
+
+  /// `[pages, kv_heads, head_dim, page_size]`: values of legacy vLLM, llama.cpp's transposed values.
+  /// \throws std::invalid_argument if an extent is below 1
+  [[nodiscard]] static constexpr Plane transposed(void* data, const PlaneShape& s) {
+    Plane p = strided(data, s, element_bytes(s.dtype), s.page_size * row(s));
+    p.feature_stride = static_cast<std::int64_t>(s.page_size) * element_bytes(s.dtype);
+    return p;
+  }
+
+ private:
+  static constexpr std::int64_t row(const PlaneShape& s) noexcept {
+    return s.head_dim * element_bytes(s.dtype);
+  }
+
+  static constexpr Plane strided(void* data,
+                                 const PlaneShape& s,
+                                 std::int64_t token,
+                                 std::int64_t head) {
+    if (s.page_size < 1 || s.kv_heads < 1 || s.head_dim < 1) {
+      detail::throw_invalid_argument(
+          "kvtrim::Plane: page_size {}, kv_heads {} and head_dim {} must be at least 1",
+          s.page_size,
+          s.kv_heads,
+          s.head_dim);
+    }
+    if (s.dtype == DType::opaque) {
+      detail::throw_invalid_argument(
+          "kvtrim::Plane: opaque rows have no layout; fill the strides and opaque_row_bytes");
+    }
+    Plane p;
+    p.base = static_cast<std::byte*>(data);
+    p.page_stride = static_cast<std::int64_t>(s.page_size) * s.kv_heads * row(s);
+    p.token_stride = token;
+    p.head_stride = head;
+    p.feature_stride = element_bytes(s.dtype);
+    p.head_dim = s.head_dim;
+    p.dtype = s.dtype;
+    return p;
+  }
+};
+
+/// Reads row `from` of `plane` as floats.
+///
+/// \param[out] out [head_dim]
+/// \pre `readable(plane.dtype)`
+inline void load_row(const Plane& plane, const std::byte* from, float* out) noexcept {
+  if (plane.contiguous_rows() && plane.dtype == DType::f32) {
+    std::memcpy(out, from, static_cast<std::size_t>(plane.row_bytes()));
+    return;
+  }
+  for (std::int32_t d = 0; d < plane.head_dim; ++d) {
+    out[d] = load_element(from + plane.feature_offset(d), plane.dtype);
+  }
+}
+
+/// Writes row `to` of `plane` from floats, rounded to nearest even.
+///
+/// \param values [head_dim]
+/// \pre `readable(plane.dtype)`
+inline void store_row(const Plane& plane, std::byte* to, const float* values) noexcept {
+  if (plane.contiguous_rows() && plane.dtype == DType::f32) {
+    std::memcpy(to, values, static_cast<std::size_t>(plane.row_bytes()));
+    return;
+  }
+  for (std::int32_t d = 0; d < plane.head_dim; ++d) {
+    store_element(to + plane.feature_offset(d), plane.dtype, values[d]);
+  }
+}
+
+/// Copies one row byte for byte. `from` and `to` do not overlap.
+inline void copy_row(const Plane& plane, const std::byte* from, std::byte* to) noexcept {
+  if (plane.contiguous_rows()) {
+    std::memcpy(to, from, static_cast<std::size_t>(plane.row_bytes()));
+    return;
+  }
+  const auto bytes = static_cast<std::size_t>(element_bytes(plane.dtype));
+  for (std::int32_t d = 0; d < plane.head_dim; ++d) {
+    std::memcpy(to + plane.feature_offset(d), from + plane.feature_offset(d), bytes);
+  }
+}
+
+/// Side data of a page that is shared with it and moves with its rows: scales, un-rotated keys, anything.
+struct PagePlane {
+  std::byte* base = nullptr;      ///< layer 0, page 0, head 0, slot 0
+  std::int64_t layer_stride = 0;  ///< bytes
+  std::int64_t page_stride = 0;   ///< bytes
+  std::int64_t token_stride = 0;  ///< bytes; 0: one value for the whole page, which stays in place
+  std::int64_t head_stride = 0;  ///< bytes; 0: common to all heads, so they must keep the same rows
+  std::int64_t row_bytes = 0;    ///< bytes that belong to one row
+  bool of_values = false;        ///< follows the V page ids where K and V have their own
+
+  /// First byte of a row's data.
+  [[nodiscard]] KVTRIM_HOST_DEVICE std::byte* row(LayerId l,
+                                                  PageId p,
+                                                  HeadId h,
+                                                  Slot s) const noexcept {
+    return base + raw(l) * layer_stride + raw(p) * page_stride + raw(h) * head_stride +
+           raw(s) * token_stride;
+  }
+};
+
+/// Side data of a sequence, one element a row, indexed [sequence, layer, KV head, row] and never shared: positions,
+/// rope positions, accumulated scores. A null base means that the plane is absent.
+struct SequencePlane {
+  std::byte* base = nullptr;         ///< sequence 0, layer 0, head 0, row 0
+  std::int64_t sequence_stride = 0;  ///< bytes
+  std::int64_t layer_stride = 0;     ///< bytes; 0: common to the layers
+  std::int64_t head_stride = 0;      ///< bytes; 0: common to the heads
+  std::int64_t row_stride = 0;       ///< bytes
+  std::int32_t element_bytes = 4;    ///< bytes an element
+
+  /// Whether the plane is there.
+  [[nodiscard]] KVTRIM_HOST_DEVICE constexpr explicit operator bool() const noexcept {
+    return base != nullptr;
+  }
+
+  /// First byte of an element.
+  [[nodiscard]] KVTRIM_HOST_DEVICE std::byte* row(SequenceId s,
+                                                  LayerId l,
+                                                  HeadId h,
+                                                  std::int32_t r) const noexcept {
+    return base + raw(s) * sequence_stride + raw(l) * layer_stride + raw(h) * head_stride +
+           r * row_stride;
+  }
+
+  /// Element as a `T`.
+  /// \pre the plane holds `T`
+  template <class T>
+  [[nodiscard]] KVTRIM_HOST_DEVICE T& at(SequenceId s,
+                                         LayerId l,
+                                         HeadId h,
+                                         std::int32_t r) const noexcept {
+    KVTRIM_ASSERT(element_bytes == static_cast<std::int32_t>(sizeof(T)));
+    return *reinterpret_cast<T*>(row(s, l, h, r));
+  }
+
+  /// A plane over a C-order array [sequences, layers, kv_heads, rows].
+  template <class T>
+  [[nodiscard]] static SequencePlane dense(T* data,
+                                           std::int32_t layers,
+                                           std::int32_t kv_heads,
+                                           std::int32_t rows) {
+    SequencePlane p;
+    p.base = reinterpret_cast<std::byte*>(data);
+    p.element_bytes = static_cast<std::int32_t>(sizeof(T));
+    p.row_stride = static_cast<std::int64_t>(sizeof(T));
+    p.head_stride = rows * p.row_stride;
+    p.layer_stride = kv_heads * p.head_stride;
+    p.sequence_stride = layers * p.layer_stride;
+    return p;
+  }
+};
+
+}  // namespace kvtrim

@@ -1,0 +1,59 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// One function lays a workspace out; run on no memory it says how much it would take. So the size that is asked for
+// and the memory that is used cannot drift apart.
+
+#include <kvtrim/core/types.hpp>
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+namespace kvtrim {
+
+/// Hands out aligned arrays of a caller's buffer, one after the other; only counts where there is no buffer.
+///
+/// \par Thread-safety
+/// one thread
+class Arena {
+ public:
+  /// Every array starts at a multiple of this, counted from the buffer's first aligned byte.
+  static constexpr std::size_t alignment = 64;
+
+  /// An arena that only counts.
+  constexpr Arena() noexcept = default;
+
+  /// An arena over `buffer`, which need not be aligned.
+  explicit Arena(std::span<std::byte> buffer) noexcept
+      : base_(buffer.data()), size_(buffer.size()) {
+    const auto misaligned = reinterpret_cast<std::uintptr_t>(base_) % alignment;
+    if (base_ != nullptr && misaligned != 0) { used_ = alignment - misaligned; }
+  }
+
+  /// Takes `count` elements; the memory is not initialised.
+  ///
+  /// \returns the array, or an empty span when only counting or when the buffer is too small (`ok()` tells)
+  template <class T>
+  [[nodiscard]] std::span<T> take(std::int64_t count) noexcept {
+    static_assert(alignof(T) <= alignment && std::is_trivially_destructible_v<T>);
+    const auto bytes = static_cast<std::size_t>(count < 0 ? 0 : count) * sizeof(T);
+    const std::size_t begin = used_;
+    used_ += (bytes + alignment - 1) / alignment * alignment;
+    if (base_ == nullptr || used_ > size_) { return {}; }
+    return {reinterpret_cast<T*>(base_ + begin), static_cast<std::size_t>(count < 0 ? 0 : count)};
+  }
+
+  /// Whether all that was taken fits the buffer.
+  [[nodiscard]] constexpr bool ok() const noexcept { return base_ != nullptr && used_ <= size_; }
+
+  /// Bytes a buffer of any alignment must have for what was taken so far.
+  [[nodiscard]] constexpr std::size_t bytes() const noexcept { return used_ + alignment; }
+
+ private:
+  std::byte* base_ = nullptr;
+  std::size_t size_ = 0;
+  std::size_t used_ = 0;
+};
+
+}  // namespace kvtrim

@@ -1,0 +1,137 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <kvtrim/core/types.hpp>
+
+#include <bit>
+#include <cstdint>
+#include <cstring>
+#include <string_view>
+
+namespace kvtrim {
+
+/// Element type of a plane. Scores are fp32 whatever the cache holds.
+enum class DType : std::uint8_t {
+  f32,
+  f16,
+  bf16,
+  f8e4m3,  ///< moved as bytes; not scored yet
+  f8e5m2,  ///< moved as bytes; not scored yet
+  i8,      ///< moved as bytes; not scored yet
+  opaque,  ///< block-quantised rows: moved whole, never scored or rotated
+};
+
+/// Bytes of one element; 0 for `opaque`, whose rows state their own size.
+[[nodiscard]] KVTRIM_HOST_DEVICE constexpr std::int32_t element_bytes(DType t) noexcept {
+  switch (t) {
+    case DType::f32:
+      return 4;
+    case DType::f16:
+    case DType::bf16:
+      return 2;
+    case DType::f8e4m3:
+    case DType::f8e5m2:
+    case DType::i8:
+      return 1;
+    case DType::opaque:
+      return 0;
+  }
+  return 0;
+}
+
+/// Whether values of `t` can be read as floats by the CPU path.
+[[nodiscard]] KVTRIM_HOST_DEVICE constexpr bool readable(DType t) noexcept {
+  return t == DType::f32 || t == DType::f16 || t == DType::bf16;
+}
+
+/// Name of `t` as written in the enumeration.
+[[nodiscard]] constexpr std::string_view to_string(DType t) noexcept {
+  switch (t) {
+    case DType::f32:
+      return "f32";
+    case DType::f16:
+      return "f16";
+    case DType::bf16:
+      return "bf16";
+    case DType::f8e4m3:
+      return "f8e4m3";
+    case DType::f8e5m2:
+      return "f8e5m2";
+    case DType::i8:
+      return "i8";
+    case DType::opaque:
+      return "opaque";
+  }
+  return "unknown";
+}
+
+/// Value of IEEE binary16 bits; exact, subnormals and NaN included.
+[[nodiscard]] KVTRIM_HOST_DEVICE constexpr float f16_to_float(std::uint16_t h) noexcept {
+  const std::uint32_t sign = static_cast<std::uint32_t>(h & 0x8000U) << 16U;
+  const std::uint32_t body = h & 0x7FFFU;
+  if (body >= 0x7C00U) {
+    return std::bit_cast<float>(sign | 0x7F80'0000U | ((body & 0x3FFU) << 13U));
+  }
+  // Rebias by a multiplication with 2^112: it also normalises subnormals.
+  const float magnitude = std::bit_cast<float>(body << 13U) * std::bit_cast<float>(0x7780'0000U);
+  return std::bit_cast<float>(sign | std::bit_cast<std::uint32_t>(magnitude));
+}
+
+/// IEEE binary16 bits nearest to `f`, ties to even; overflow gives infinity, NaN stays NaN.
+[[nodiscard]] KVTRIM_HOST_DEVICE constexpr std::uint16_t float_to_f16(float f) noexcept {
+  const std::uint32_t bits = std::bit_cast<std::uint32_t>(f);
+  const std::uint32_t sign = (bits >> 16U) & 0x8000U;
+  const std::uint32_t magnitude = bits & 0x7FFF'FFFFU;
+  if (magnitude > 0x7F80'0000U) { return static_cast<std::uint16_t>(sign | 0x7E00U); }
+  if (magnitude >= 0x477F'F000U) { return static_cast<std::uint16_t>(sign | 0x7C00U); }
+  if (magnitude <
+      0x3880'0000U) {  // subnormal result: adding 0.5 leaves the rounded value in the low bits
+    const float shifted = std::bit_cast<float>(magnitude) + 0.5F;
+    return static_cast<std::uint16_t>(sign |
+                                      (std::bit_cast<std::uint32_t>(shifted) - 0x3F00'0000U));
+  }
+  const std::uint32_t rounded = magnitude + 0xFFFU + ((magnitude >> 13U) & 1U) - 0x3800'0000U;
+  return static_cast<std::uint16_t>(sign | (rounded >> 13U));
+}
+
+/// Value of bfloat16 bits; exact.
+[[nodiscard]] KVTRIM_HOST_DEVICE constexpr float bf16_to_float(std::uint16_t b) noexcept {
+  return std::bit_cast<float>(static_cast<std::uint32_t>(b) << 16U);
+}
+
+/// bfloat16 bits nearest to `f`, ties to even; NaN stays NaN.
+[[nodiscard]] KVTRIM_HOST_DEVICE constexpr std::uint16_t float_to_bf16(float f) noexcept {
+  const std::uint32_t bits = std::bit_cast<std::uint32_t>(f);
+  if ((bits & 0x7FFF'FFFFU) > 0x7F80'0000U) {
+    return static_cast<std::uint16_t>((bits >> 16U) | 0x40U);
+  }
+  return static_cast<std::uint16_t>((bits + 0x7FFFU + ((bits >> 16U) & 1U)) >> 16U);
+}
+
+/// Reads element `i` of contiguous values of type `t`.
+/// \pre `readable(t)`
+[[nodiscard]] inline float load_element(const std::byte* p, DType t) noexcept {
+  KVTRIM_ASSERT(readable(t));
+  if (t == DType::f32) {
+    float f = 0;
+    std::memcpy(&f, p, sizeof f);
+    return f;
+  }
+  std::uint16_t u = 0;
+  std::memcpy(&u, p, sizeof u);
+  return t == DType::f16 ? f16_to_float(u) : bf16_to_float(u);
+}
+
+/// Writes `value` as type `t`, rounded to nearest even.
+/// \pre `readable(t)`
+inline void store_element(std::byte* p, DType t, float value) noexcept {
+  KVTRIM_ASSERT(readable(t));
+  if (t == DType::f32) {
+    std::memcpy(p, &value, sizeof value);
+    return;
+  }
+  const std::uint16_t u = t == DType::f16 ? float_to_f16(value) : float_to_bf16(value);
+  std::memcpy(p, &u, sizeof u);
+}
+
+}  // namespace kvtrim

@@ -1,0 +1,44 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// The one order of scores. Integer operations only, so that host, device and every optimisation level agree
+// (-ffast-math would make a float comparison forget NaN).
+
+#include <kvtrim/core/types.hpp>
+
+#include <bit>
+#include <cstdint>
+
+namespace kvtrim {
+
+/// Maps a score to an integer that sorts as the score does: higher is kept.
+///
+/// \param score any float
+/// \returns a key; NaN of any sign and -inf are one lowest class (0), -0 equals +0, +inf is highest
+/// \par Complexity
+/// O(1), no branch on the value
+[[nodiscard]] KVTRIM_HOST_DEVICE constexpr std::uint32_t order_key(float score) noexcept {
+  const std::uint32_t bits = std::bit_cast<std::uint32_t>(score);
+  const std::uint32_t magnitude = bits & 0x7FFF'FFFFU;
+  const bool negative = (bits >> 31U) != 0U;
+  const bool lowest = magnitude > 0x7F80'0000U || (negative && magnitude == 0x7F80'0000U);
+  const std::uint32_t key =
+      negative && magnitude != 0U ? 0x8000'0000U - magnitude : 0x8000'0000U + magnitude;
+  return lowest ? 0U : key;
+}
+
+/// Whether `score` is NaN, by its bits.
+[[nodiscard]] KVTRIM_HOST_DEVICE constexpr bool is_nan(float score) noexcept {
+  return (std::bit_cast<std::uint32_t>(score) & 0x7FFF'FFFFU) > 0x7F80'0000U;
+}
+
+/// Key that decides between rows: the score's order first, the lower position among equals.
+///
+/// \returns `order_key(score) << 32 | ~position`; unique among rows of one head, so no selection depends on input order
+[[nodiscard]] KVTRIM_HOST_DEVICE constexpr std::uint64_t row_key(float score,
+                                                                 Position position) noexcept {
+  return (static_cast<std::uint64_t>(order_key(score)) << 32U) |
+         static_cast<std::uint64_t>(~static_cast<std::uint32_t>(raw(position)));
+}
+
+}  // namespace kvtrim
