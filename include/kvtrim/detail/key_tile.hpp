@@ -1,0 +1,215 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// Keys of one KV head as fp32 tiles in logical order, and the product of a tile with queries.
+// Every product has one fixed, zero-padded shape, so that a score does not depend on where its row lies in a page or
+// in a batch. Eigen's product is called below its front door: that one allocates beyond 128 KiB of packing space and
+// starts OpenMP threads, and the library does neither.
+
+#include <kvtrim/cache/cache_view.hpp>
+#include <kvtrim/core/arena.hpp>
+#include <kvtrim/score/observation.hpp>
+
+#include <Eigen/Core>
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <span>
+
+namespace kvtrim::detail {
+
+/// Rows of a tile: a multiple of every register block of Eigen's product (12, 24, 48), 240 up to head_dim 128.
+[[nodiscard]] constexpr std::int32_t tile_rows(std::int32_t head_dim) noexcept {
+  const std::int32_t fitting = 30'720 / (head_dim < 1 ? 1 : head_dim) / 48 * 48;
+  return fitting < 48 ? 48 : fitting > 240 ? 240 : fitting;
+}
+
+/// Query rows of one product: all rows are cut into blocks of this many.
+inline constexpr std::int32_t query_block = 128;
+
+[[nodiscard]] constexpr std::int32_t padded_queries(std::int32_t rows) noexcept {
+  return (rows + 7) / 8 * 8;
+}
+
+/// Memory of the products of one work item.
+struct TileScratch {
+  std::span<float> tile;          // [tile_rows, head_dim]
+  std::span<Position> positions;  // [tile_rows]
+  std::span<std::uint8_t> bad;    // [tile_rows] the key is not finite
+  std::span<float> packed_keys;
+  std::span<float> packed_queries;
+
+  static TileScratch take(Arena& arena, std::int32_t head_dim) noexcept {
+    const std::int64_t rows = tile_rows(head_dim);
+    TileScratch s;
+    s.tile = arena.take<float>(rows * head_dim);
+    s.positions = arena.take<Position>(rows);
+    s.bad = arena.take<std::uint8_t>(rows);
+    s.packed_keys = arena.take<float>(rows * head_dim);
+    s.packed_queries = arena.take<float>(static_cast<std::int64_t>(query_block) * head_dim);
+    return s;
+  }
+};
+
+// Single-threaded blocking over memory that is already there.
+struct TileBlocking : Eigen::internal::level3_blocking<float, float> {
+  TileBlocking(
+      float* a, float* b, Eigen::Index rows, Eigen::Index cols, Eigen::Index depth) noexcept {
+    m_blockA = a;
+    m_blockB = b;
+    m_mc = rows;
+    m_nc = cols;
+    m_kc = depth;
+  }
+};
+
+/// logits[q][t] = query q . key t for all rows t of the tile; queries [count, head_dim], count a multiple of 8.
+inline void multiply(const TileScratch& s,
+                     std::int32_t head_dim,
+                     const float* queries,
+                     std::int32_t count,
+                     float* logits) noexcept {
+  using Product = Eigen::internal::general_matrix_matrix_product<Eigen::Index,
+                                                                 float,
+                                                                 Eigen::RowMajor,
+                                                                 false,
+                                                                 float,
+                                                                 Eigen::ColMajor,
+                                                                 false,
+                                                                 Eigen::ColMajor,
+                                                                 1>;
+  const Eigen::Index rows = tile_rows(head_dim);
+  std::memset(logits, 0, static_cast<std::size_t>(rows * count) * sizeof(float));
+  for (std::int32_t q = 0; q < count; q += query_block) {
+    const Eigen::Index cols = std::min(query_block, count - q);
+    TileBlocking blocking(s.packed_keys.data(), s.packed_queries.data(), rows, cols, head_dim);
+    Product::run(rows,
+                 cols,
+                 head_dim,
+                 s.tile.data(),
+                 head_dim,
+                 queries + static_cast<std::int64_t>(q) * head_dim,
+                 head_dim,
+                 logits + q * rows,
+                 1,
+                 rows,
+                 1.0F,
+                 blocking,
+                 nullptr);
+  }
+}
+
+[[nodiscard]] inline bool finite(const float* x, std::int32_t n) noexcept {
+  std::uint32_t worst = 0;
+  for (std::int32_t i = 0; i < n; ++i) {
+    worst = std::max(worst, std::bit_cast<std::uint32_t>(x[i]) & 0x7F80'0000U);
+  }
+  return worst != 0x7F80'0000U;
+}
+
+/// Reads `count` rows from slot `run.slot` of a page as floats, [count, head_dim].
+inline void load_rows(const Plane& plane,
+                      const std::byte* from,
+                      std::int32_t count,
+                      float* out) noexcept {
+  const std::int64_t dim = plane.head_dim;
+  if (!plane.contiguous_rows()) {
+    for (std::int32_t i = 0; i < count; ++i) {
+      load_row(plane, from + i * plane.token_stride, out + i * dim);
+    }
+    return;
+  }
+  // Rows that follow each other without a gap are one block.
+  const bool block = plane.token_stride == plane.row_bytes();
+  const std::int64_t pieces = block ? 1 : count;
+  const std::int64_t length = block ? count * dim : dim;
+  for (std::int64_t i = 0; i < pieces; ++i) {
+    const std::byte* const source = from + i * plane.token_stride;
+    float* const target = out + i * length;
+    if (plane.dtype == DType::f32) {
+      std::memcpy(target, source, static_cast<std::size_t>(length) * sizeof(float));
+    } else if (plane.dtype == DType::f16) {
+      Eigen::Map<Eigen::ArrayXf>(target, length) =
+          Eigen::Map<const Eigen::Array<Eigen::half, Eigen::Dynamic, 1>>(
+              reinterpret_cast<const Eigen::half*>(source), length)
+              .cast<float>();
+    } else {
+      for (std::int64_t j = 0; j < length; ++j) {
+        std::uint16_t bits = 0;
+        std::memcpy(&bits, source + j * 2, sizeof bits);
+        target[j] = bf16_to_float(bits);
+      }
+    }
+  }
+}
+
+/// Calls f(first, count) for each tile of the keys of (sequence, layer, KV head): `scratch.tile` then holds the live
+/// rows first .. first + count - 1 (a hole left out) and zeros behind them; rows that are not finite are zeros too.
+template <class F>
+void for_each_key_tile(const CacheView& view,
+                       SequenceId s,
+                       LayerId l,
+                       HeadId h,
+                       const TileScratch& scratch,
+                       F&& f) noexcept {
+  const std::int32_t dim = view.k.head_dim;
+  const std::int32_t capacity = tile_rows(dim);
+  std::int32_t filled = 0;
+  std::int32_t first = 0;
+  const auto flush = [&] {
+    std::fill(
+        scratch.tile.begin() + static_cast<std::ptrdiff_t>(filled) * dim, scratch.tile.end(), 0.0F);
+    for (std::int32_t i = 0; i < filled; ++i) {
+      float* const row = scratch.tile.data() + static_cast<std::ptrdiff_t>(i) * dim;
+      scratch.bad[static_cast<std::size_t>(i)] = finite(row, dim) ? 0 : 1;
+      if (scratch.bad[static_cast<std::size_t>(i)] != 0) { std::fill_n(row, dim, 0.0F); }
+    }
+    f(first, filled);
+    first += filled;
+    filled = 0;
+  };
+  for_each_run(view, s, l, h, [&](Run run) {
+    while (run.count > 0) {
+      const std::int32_t n = std::min(run.count, capacity - filled);
+      load_rows(view.k,
+                view.k.row(l, run.k_page, h, run.slot),
+                n,
+                scratch.tile.data() + static_cast<std::ptrdiff_t>(filled) * dim);
+      for (std::int32_t i = 0; i < n; ++i) {
+        scratch.positions[static_cast<std::size_t>(filled + i)] =
+            view.position(s, l, h, run.row + i);
+      }
+      filled += n;
+      run.row += n;
+      run.slot = Slot{raw(run.slot) + n};
+      run.count -= n;
+      if (filled == capacity) { flush(); }
+    }
+  });
+  if (filled > 0) { flush(); }
+}
+
+/// Turns logits of one query into what softmax takes the exponential of: scaled, capped.
+inline void scale_logits(Eigen::Map<Eigen::ArrayXf> column, float scale, float soft_cap) noexcept {
+  if (soft_cap > 0) {
+    column = soft_cap * (column * (scale / soft_cap)).tanh();
+  } else {
+    column *= scale;
+  }
+}
+
+/// The scale to use: the caller's, or 1 / sqrt(head_dim).
+[[nodiscard]] inline float scale_of(const QueryBlock& queries, std::int32_t head_dim) noexcept {
+  return queries.scale != 0 ? queries.scale : 1.0F / std::sqrt(static_cast<float>(head_dim));
+}
+
+/// LSE as a natural logarithm.
+[[nodiscard]] inline float natural(float lse, LseBase base) noexcept {
+  return base == LseBase::e ? lse : lse * 0.693147180559945309417F;
+}
+
+}  // namespace kvtrim::detail

@@ -1,0 +1,142 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <kvtrim/cache/cache_view.hpp>
+#include <kvtrim/cache/check_view.hpp>
+#include <kvtrim/cache/table_update.hpp>
+#include <kvtrim/core/status.hpp>
+#include <kvtrim/evict/plan.hpp>
+
+#include <cstdint>
+#include <span>
+
+namespace kvtrim {
+
+/// What an eviction did. The lists of evicted positions and released pages stay in the plan (`PlanView::evicted`,
+/// `PlanView::released`), ascending and tail first.
+struct Report {
+  Status status = Status::ok;       ///< `ok`, `over_budget`, or why nothing was committed
+  std::int64_t evicted_rows = 0;    ///< rows gone, summed over layers and KV heads
+  std::int64_t kept_rows = 0;       ///< rows left, summed likewise
+  std::int32_t dropped_pages = 0;   ///< pages that left a table
+  std::int32_t released_pages = 0;  ///< of those, pages that nobody holds any longer
+  std::int64_t bytes_moved = 0;     ///< bytes of keys, values and page planes written by apply
+  std::int64_t nan_count = 0;       ///< NaN among the candidates' scores
+};
+
+/// Writes an applied plan's tables, lengths and states into `sink` and hands the dropped pages back.
+///
+/// \param plan  applied to `view`
+/// \param view  the cache, unchanged since then
+/// \param sink  where the tables live
+/// \returns the report; status `not_applied` or `stale_plan`: nothing was changed
+/// \par Complexity
+/// O(table entries); no allocation
+/// \par Thread-safety
+/// one thread
+template <TableSink S>
+Report commit(const PlanView& plan, const CacheView& view, S& sink) noexcept {
+  Report report;
+  report.status = plan.status();
+  detail::PlanHeader* const header = plan.header();
+  if (!usable(plan.status()) || header == nullptr) { return report; }
+  if (header->stage == detail::PlanStage::planned) {
+    report.status = Status::not_applied;
+    return report;
+  }
+  if (header->stage == detail::PlanStage::committed || header->generation != generation_of(view)) {
+    report.status = Status::stale_plan;
+    return report;
+  }
+  header->stage = detail::PlanStage::committed;
+  report.evicted_rows = plan.evicted_rows();
+  report.kept_rows = plan.kept_rows();
+  report.bytes_moved = plan.bytes_moved();
+  report.nan_count = plan.nan_count();
+  for (std::int32_t i = 0; i < plan.sequences(); ++i) {
+    for (std::int32_t t = 0; t < plan.tables(); ++t) {
+      const SequenceId s{i};
+      const TablePlan& table = plan.table(s, t);
+      if (!table.evicts) { continue; }
+      const LayerId l = view.first_layer(t);
+      const HeadId h = view.first_head(t);
+      SequenceState state = view.state(s, l, h);
+      state.live_rows = table.live_after;
+      state.append_row = table.append_row;
+      state.ordered = table.ordered_after;
+      state.steps = 0;
+      state.rows_at_eviction = table.live_after;
+      if (plan.positions() == PositionMode::in_cache) {
+        state.next_rope_position = table.live_after;
+      }
+      ++state.generation;
+      sink.update(TableUpdate{
+          s, t, l, h, plan.k_pages(s, t), plan.v_pages(s, t), table.pages_before, state});
+      for (const PageId p : plan.released(s, t)) {
+        ++report.dropped_pages;
+        report.released_pages += sink.release(p) ? 1 : 0;
+      }
+    }
+  }
+  return report;
+}
+
+/// Writes tables and lengths into an engine's dense arrays and collects the pages that became free: a ready `TableSink`.
+///
+/// \par Allocation
+/// none: the caller gives the memory
+class DenseTables {
+ public:
+  /// \param view        the view that the plan was made from (its table is dense)
+  /// \param ids         the same array as `view.table.ids`, writable
+  /// \param lengths     the same array as `view.lengths`, writable; null: none
+  /// \param ref_counts  the same array as `view.writable.ref_counts`, writable; null: every dropped page is free
+  /// \param[out] freed  receives the free pages, tail first a table; too small: the rest is only counted
+  DenseTables(const CacheView& view,
+              std::int32_t* ids,
+              std::int32_t* lengths,
+              std::int32_t* ref_counts,
+              std::span<PageId> freed) noexcept
+      : view_(view), ids_(ids), lengths_(lengths), ref_counts_(ref_counts), freed_(freed) {
+    KVTRIM_ASSERT(view.table.indptr == nullptr);
+  }
+
+  /// Stores one table.
+  void update(const TableUpdate& u) noexcept {
+    std::int32_t* const k =
+        ids_ + view_.table.rows(u.sequence, u.layer, u.head) * view_.table.row_stride;
+    std::int32_t* const v = k + view_.table.v_offset;
+    for (std::size_t e = 0; e < static_cast<std::size_t>(u.pages_before); ++e) {
+      k[e] = e < u.k_pages.size() ? raw(u.k_pages[e]) : view_.table.null_id;
+      v[e] = e < u.v_pages.size() ? raw(u.v_pages[e]) : view_.table.null_id;
+    }
+    if (lengths_ != nullptr) {
+      lengths_[view_.length_rows(u.sequence, u.layer, u.head)] = u.state.live_rows;
+    }
+    if (view_.states != nullptr) {
+      view_.states[raw(u.sequence) * view_.tables_per_sequence() + u.table] = u.state;
+    }
+  }
+  /// Drops one reference.
+  bool release(PageId p) noexcept {
+    if (ref_counts_ != nullptr && --ref_counts_[raw(p)] > 0) { return false; }
+    if (count_ < freed_.size()) { freed_[count_] = p; }
+    ++count_;
+    return true;
+  }
+  /// Pages that became free so far.
+  [[nodiscard]] std::span<const PageId> freed() const noexcept {
+    return freed_.first(count_ < freed_.size() ? count_ : freed_.size());
+  }
+
+ private:
+  CacheView view_;
+  std::int32_t* ids_;
+  std::int32_t* lengths_;
+  std::int32_t* ref_counts_;
+  std::span<PageId> freed_;
+  std::size_t count_ = 0;
+};
+static_assert(TableSink<DenseTables>);
+
+}  // namespace kvtrim

@@ -1,0 +1,61 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+#include <string_view>
+
+namespace kvtrim {
+
+/// The ways rows leave a table.
+enum class Removal : std::uint8_t {
+  automatic,   ///< the policy's own
+  drop_pages,  ///< close up the table: whole pages go, 0 bytes moved
+  overwrite_slot,  ///< one row too many: its slot takes the next append, at most one row moves; else as `stable_pack`
+  fill_holes,   ///< rows from the tail fill the holes: fewest bytes, slot order is lost
+  stable_pack,  ///< rows close up in order
+};
+
+/// Name of `r` as written in the enumeration.
+[[nodiscard]] constexpr std::string_view to_string(Removal r) noexcept {
+  switch (r) {
+    case Removal::automatic:
+      return "automatic";
+    case Removal::drop_pages:
+      return "drop_pages";
+    case Removal::overwrite_slot:
+      return "overwrite_slot";
+    case Removal::fill_holes:
+      return "fill_holes";
+    case Removal::stable_pack:
+      return "stable_pack";
+  }
+  return "unknown";
+}
+
+/// What rope positions become when rows go.
+enum class PositionMode : std::uint8_t {
+  keep,          ///< nothing: keys stay as they are, the next token goes on counting
+  in_cache,      ///< kept rows are numbered 0..k-1, the next token gets k (StreamingLLM)
+  sinks_follow,  ///< the window stays absolute, the sinks are rotated to stand right before it
+};
+
+/// Name of `m` as written in the enumeration.
+[[nodiscard]] constexpr std::string_view to_string(PositionMode m) noexcept {
+  switch (m) {
+    case PositionMode::keep:
+      return "keep";
+    case PositionMode::in_cache:
+      return "in_cache";
+    case PositionMode::sinks_follow:
+      return "sinks_follow";
+  }
+  return "unknown";
+}
+
+/// What happens to rows in pages that other sequences also hold. Shared pages are never written.
+enum class SharedPages : std::uint8_t {
+  leave,  ///< their rows stay and count, unless the whole page is unwanted
+  copy,   ///< pages that must be written are copied to spare pages first
+};
+
+}  // namespace kvtrim

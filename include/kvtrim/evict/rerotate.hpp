@@ -1,0 +1,240 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// Renumbering rotated keys. A 16-bit key that is rotated again and again is lost (1,000 unit rotations in bf16: half of
+// it), so what cannot be done well is refused where the mode is bound to the view, not at the first eviction.
+
+#include <kvtrim/cache/cache_view.hpp>
+#include <kvtrim/detail/error.hpp>
+#include <kvtrim/evict/removal.hpp>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+namespace kvtrim {
+
+/// Which two features RoPE rotates together.
+enum class RopePairs : std::uint8_t {
+  half_split,   ///< (j, j + dim / 2): NeoX, Hugging Face Llama
+  interleaved,  ///< (2 j, 2 j + 1): GPT-J, Meta's Llama, GGUF's permuted Llama
+};
+
+/// How positions enter the keys.
+enum class RopeKind : std::uint8_t {
+  standard,  ///< one angle a pair, linear in the position (any fixed frequencies: scaling, YaRN, Llama 3)
+  dynamic_ntk,  ///< frequencies depend on the length
+  mrope,        ///< several positions a token
+  alibi,        ///< no rotation: a bias by distance
+};
+
+/// A model's RoPE.
+struct Rope {
+  std::span<const double>
+      inverse_frequencies;  ///< [layers, dim / 2], or [dim / 2] with `same_for_all_layers`
+  std::int32_t dim = 0;     ///< rotated features; even
+  std::int32_t offset = 0;  ///< first rotated feature
+  RopePairs pairs = RopePairs::half_split;  ///< pairing
+  RopeKind kind = RopeKind::standard;       ///< what it is
+  bool same_for_all_layers = false;         ///< one array of frequencies serves all layers
+};
+
+/// Inverse frequencies base^(-2 j / dim), j = 0..dim/2-1.
+[[nodiscard]] inline std::vector<double> rope_frequencies(double base, std::int32_t dim) {
+  std::vector<double> f(static_cast<std::size_t>(dim / 2));
+  for (std::size_t j = 0; j < f.size(); ++j) {
+    f[j] = std::pow(base, -2.0 * static_cast<double>(j) / dim);
+  }
+  return f;
+}
+
+/// Rotates `key` by `delta` positions.
+///
+/// \param frequencies  [dim / 2] of the layer
+/// \param delta        positions, may be negative: key R(p) becomes R(p + delta)
+/// \param[in,out] key  features offset .. offset + dim - 1 change, the others do not
+/// \par Complexity
+/// O(dim); angles in double, reduced, then float
+/// \par Source
+/// Su et al., 2021, arXiv:2104.09864
+inline void rotate_key(const Rope& rope,
+                       std::span<const double> frequencies,
+                       std::int32_t delta,
+                       float* key) noexcept {
+  const std::int32_t half = rope.dim / 2;
+  for (std::int32_t j = 0; j < half; ++j) {
+    constexpr double turn = 6.283185307179586476925286766559;
+    const auto angle =
+        static_cast<float>(std::remainder(delta * frequencies[static_cast<std::size_t>(j)], turn));
+    const float c = std::cos(angle);
+    const float s = std::sin(angle);
+    float& x = key[rope.offset + (rope.pairs == RopePairs::half_split ? j : 2 * j)];
+    float& y = key[rope.offset + (rope.pairs == RopePairs::half_split ? j + half : 2 * j + 1)];
+    const float rotated = x * c - y * s;
+    y = x * s + y * c;
+    x = rotated;
+  }
+}
+
+/// Keys of the sinks before RoPE, in fp32, for `PositionMode::sinks_follow`: [sequences, layers, kv_heads, sinks, head_dim].
+struct PristineSinks {
+  const float* keys = nullptr;
+  std::int32_t sinks = 0;
+};
+
+/// Binds a position mode to a view. Without one, positions are kept and no key is touched.
+///
+/// \par Allocation
+/// in the constructor only
+class Rerotator {
+ public:
+  /// `PositionMode::keep`.
+  Rerotator() = default;
+
+  /// For caches that hold keys before RoPE (the engine rotates on read): positions are renumbered, keys are not touched.
+  ///
+  /// \throws std::invalid_argument if the view has no rope positions a KV head
+  [[nodiscard]] static Rerotator unrotated_cache(const CacheView& view) {
+    Rerotator r;
+    r.mode_ = PositionMode::in_cache;
+    need_rope_positions(view);
+    return r;
+  }
+
+  /// For caches that hold rotated keys.
+  ///
+  /// \param pristine  needed for `sinks_follow`
+  /// \throws std::invalid_argument, saying why, if the keys cannot be rotated: RoPE kind not standard; dtype neither f32
+  ///   nor, with `CacheView::unrotated_keys` or pristine sinks, f16 or bf16; a rotary range beyond the head;
+  ///   frequencies of another count than layers * dim / 2; no rope positions a KV head
+  Rerotator(const CacheView& view, const Rope& rope, PositionMode mode, PristineSinks pristine = {})
+      : rope_(rope), mode_(mode), pristine_(pristine) {
+    if (mode == PositionMode::keep) { return; }
+    need_rope_positions(view);
+    if (rope.kind != RopeKind::standard) {
+      detail::throw_invalid_argument(
+          "kvtrim::Rerotator: {}",
+          rope.kind == RopeKind::mrope
+              ? "M-RoPE has several positions a token; use PositionMode::keep"
+          : rope.kind == RopeKind::dynamic_ntk
+              ? "dynamic NTK changes the frequencies with the length; use PositionMode::keep"
+              : "ALiBi has no rotation to undo: rows that moved would get another bias; use "
+                "PositionMode::keep");
+    }
+    if (rope.dim < 2 || rope.dim % 2 != 0 || rope.offset < 0 ||
+        rope.offset + rope.dim > view.k.head_dim) {
+      detail::throw_invalid_argument(
+          "kvtrim::Rerotator: rotary range [{}, {}) must be even and within head_dim {}",
+          rope.offset,
+          rope.offset + rope.dim,
+          view.k.head_dim);
+    }
+    const auto expected = static_cast<std::size_t>(rope.dim / 2) *
+                          static_cast<std::size_t>(rope.same_for_all_layers ? 1 : view.layers);
+    if (rope.inverse_frequencies.size() != expected) {
+      detail::throw_invalid_argument(
+          "kvtrim::Rerotator: {} frequencies for {} layers of {} pairs: frequencies are per layer, "
+          "or say same_for_all_layers",
+          rope.inverse_frequencies.size(),
+          view.layers,
+          rope.dim / 2);
+    }
+    source_ = mode == PositionMode::in_cache && view.unrotated_keys.base != nullptr;
+    if (!readable(view.k.dtype)) {
+      detail::throw_invalid_argument(
+          "kvtrim::Rerotator: keys of dtype {} cannot be rotated; use PositionMode::keep",
+          to_string(view.k.dtype));
+    }
+    if (mode == PositionMode::in_cache && view.k.dtype != DType::f32 && !source_) {
+      detail::throw_invalid_argument(
+          "kvtrim::Rerotator: {} keys lose about half of their value in 1,000 rotations; keep "
+          "CacheView::unrotated_keys "
+          "beside them, or use PositionMode::keep",
+          to_string(view.k.dtype));
+    }
+    if (mode == PositionMode::sinks_follow && (pristine.keys == nullptr || pristine.sinks < 1)) {
+      detail::throw_invalid_argument(
+          "kvtrim::Rerotator: sinks_follow needs the sinks' keys before RoPE, but {} are given",
+          pristine.sinks);
+    }
+    frequencies_.assign(rope.inverse_frequencies.begin(), rope.inverse_frequencies.end());
+    rope_.inverse_frequencies = {};
+    rotates_ = true;
+  }
+
+  /// The mode.
+  [[nodiscard]] PositionMode mode() const noexcept { return mode_; }
+  /// Whether keys are written.
+  [[nodiscard]] bool rotates() const noexcept { return rotates_; }
+  /// Sinks that follow the window.
+  [[nodiscard]] std::int32_t sinks() const noexcept { return pristine_.sinks; }
+
+  /// Makes the key at `place` stand at rope position `to`.
+  ///
+  /// \param from  rope position it stands at
+  /// \param rank  its rank among the kept rows, by position (which pristine sink it is)
+  void renumber(const CacheView& view,
+                SequenceId s,
+                LayerId l,
+                HeadId h,
+                PageId page,
+                Slot slot,
+                std::int32_t rank,
+                std::int32_t from,
+                std::int32_t to) const noexcept {
+    if (!rotates_ || from == to) { return; }
+    std::array<float, max_head_dim> key{};
+    KVTRIM_ASSERT(view.k.head_dim <= max_head_dim);
+    std::byte* const at = view.k.row(l, page, h, slot);
+    std::int32_t delta = to - from;
+    if (mode_ == PositionMode::sinks_follow) {
+      const std::int64_t head =
+          (static_cast<std::int64_t>(raw(s)) * view.layers + raw(l)) * view.kv_heads + raw(h);
+      const float* const sink = pristine_.keys + (head * pristine_.sinks + rank) * view.k.head_dim;
+      std::copy_n(sink, view.k.head_dim, key.begin());
+      delta = to;
+    } else if (source_) {
+      load_row(view.unrotated_keys, view.unrotated_keys.row(l, page, h, slot), key.data());
+      delta = to;
+    } else {
+      load_row(view.k, at, key.data());
+    }
+    const std::size_t pairs = static_cast<std::size_t>(rope_.dim / 2);
+    const std::size_t first =
+        rope_.same_for_all_layers ? 0 : pairs * static_cast<std::size_t>(raw(l));
+    rotate_key(rope_, std::span(frequencies_).subspan(first, pairs), delta, key.data());
+    store_row(view.k, at, key.data());
+  }
+
+  /// Largest head dim that can be rotated.
+  static constexpr std::int32_t max_head_dim = 1024;
+
+ private:
+  static void need_rope_positions(const CacheView& view) {
+    if (!view.rope_positions || (view.kv_heads > 1 && view.rope_positions.head_stride == 0) ||
+        (view.layers > 1 && view.rope_positions.layer_stride == 0)) {
+      detail::throw_invalid_argument(
+          "kvtrim::Rerotator: renumbering needs rope positions of its own for each of {} layers "
+          "and {} KV heads",
+          view.layers,
+          view.kv_heads);
+    }
+    if (view.k.head_dim > max_head_dim) {
+      detail::throw_invalid_argument(
+          "kvtrim::Rerotator: head_dim {} is above {}", view.k.head_dim, max_head_dim);
+    }
+  }
+
+  Rope rope_;
+  PositionMode mode_ = PositionMode::keep;
+  PristineSinks pristine_;
+  std::vector<double> frequencies_;
+  bool source_ = false;
+  bool rotates_ = false;
+};
+
+}  // namespace kvtrim

@@ -1,0 +1,49 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// Everything for the host. Include the single headers instead where compile time matters.
+
+#include <kvtrim/budget/pyramid.hpp>
+#include <kvtrim/budget/rows.hpp>
+#include <kvtrim/cache/cache_view.hpp>
+#include <kvtrim/cache/check_view.hpp>
+#include <kvtrim/cache/move.hpp>
+#include <kvtrim/cache/page_pool.hpp>
+#include <kvtrim/cache/page_table.hpp>
+#include <kvtrim/cache/paged_cache.hpp>
+#include <kvtrim/cache/plane.hpp>
+#include <kvtrim/cache/sequence_state.hpp>
+#include <kvtrim/cache/table_update.hpp>
+#include <kvtrim/core/arena.hpp>
+#include <kvtrim/core/compensated.hpp>
+#include <kvtrim/core/dtype.hpp>
+#include <kvtrim/core/executor.hpp>
+#include <kvtrim/core/order_key.hpp>
+#include <kvtrim/core/status.hpp>
+#include <kvtrim/core/types.hpp>
+#include <kvtrim/evict/apply.hpp>
+#include <kvtrim/evict/commit.hpp>
+#include <kvtrim/evict/evict.hpp>
+#include <kvtrim/evict/plan.hpp>
+#include <kvtrim/evict/planner.hpp>
+#include <kvtrim/evict/removal.hpp>
+#include <kvtrim/evict/rerotate.hpp>
+#include <kvtrim/policy/full.hpp>
+#include <kvtrim/policy/heavy_hitter.hpp>
+#include <kvtrim/policy/policy.hpp>
+#include <kvtrim/policy/snapkv_selector.hpp>
+#include <kvtrim/policy/streaming_sink.hpp>
+#include <kvtrim/score/accumulate.hpp>
+#include <kvtrim/score/accumulate_params.hpp>
+#include <kvtrim/score/column_sums.hpp>
+#include <kvtrim/score/external.hpp>
+#include <kvtrim/score/no_scores.hpp>
+#include <kvtrim/score/observation.hpp>
+#include <kvtrim/score/pooling.hpp>
+#include <kvtrim/score/query_ring.hpp>
+#include <kvtrim/score/scorer.hpp>
+#include <kvtrim/score/window.hpp>
+#include <kvtrim/score/window_params.hpp>
+#include <kvtrim/select/protection.hpp>
+#include <kvtrim/select/top_k.hpp>
+#include <kvtrim/version.hpp>

@@ -1,0 +1,136 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <kvtrim/detail/error.hpp>
+#include <kvtrim/policy/policy.hpp>
+#include <kvtrim/score/accumulate_params.hpp>
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <string_view>
+
+namespace kvtrim {
+
+/// The published algorithms that go by the name of H2O.
+enum class HeavyMode : std::uint8_t {
+  real_drop,  ///< FMInference's `real_drop`: best `heavy` of all but the last `recent` rows; the row that leaves the window competes
+  greedy,     ///< Algorithm 1 of the paper: no window, the lowest row of all goes
+  promote,  ///< FlexGen's: the row that leaves the window is always promoted, one heavy row always goes
+};
+
+/// Keeps the rows that got the most attention so far, and the most recent ones.
+///
+/// Attention must be accumulated by the engine's steps (`accumulate_column_sums` for a prompt, `accumulate_probabilities`
+/// or again `accumulate_column_sums` for a decode step). The first cut (after the prompt) is the same in `real_drop` and
+/// `promote`; they differ from the second on.
+///
+/// \par Ties
+/// the lower position is kept. NaN: lowest, then by position
+/// \par Complexity
+/// demand O(1); selection O(rows)
+/// \par Source
+/// Zhang et al., 2023, arXiv:2306.14048; `real_drop` is the default because it is the authors' only code that frees
+/// memory at every step; differs: equal scores keep the lower position, grouped heads are averaged
+class HeavyHitter {
+ public:
+  /// Parameters.
+  struct Params {
+    std::int64_t heavy = 512;               ///< rows kept for their score
+    std::int64_t recent = 512;              ///< last rows, always kept; 0 in `greedy`
+    std::int64_t sinks = 0;                 ///< first rows, always kept
+    HeavyMode mode = HeavyMode::real_drop;  ///< which algorithm
+    std::int64_t interval =
+        1;  ///< rows over the budget that start a cut: up to interval - 1 rows more stay
+    std::int64_t grace = 0;       ///< rows younger than this many steps are not evicted
+    float decay = 1.0F;           ///< factor on the old sums at each query
+    bool age_normalised = false;  ///< rank by sum / queries that saw the row
+    bool squared = false;         ///< accumulate squared probabilities
+    Removal removal = Removal::overwrite_slot;  ///< how rows go
+  };
+  static constexpr std::string_view name = "h2o";
+
+  /// 512 heavy and 512 recent rows.
+  constexpr HeavyHitter() : HeavyHitter(Params{}) {}
+
+  /// \throws std::invalid_argument if a size is negative or beyond 31 bits, the budget is 0 or below the protected rows,
+  ///   recent and grace are both 0 (except in `greedy`), the interval is below 1, or decay is not within (0, 1]
+  explicit constexpr HeavyHitter(const Params& params) : params_(params) {
+    constexpr std::int64_t most = std::numeric_limits<std::int32_t>::max();
+    const Params& p = params_;
+    if (p.heavy < 0 || p.recent < 0 || p.sinks < 0 || p.grace < 0 || p.heavy > most ||
+        p.recent > most || p.sinks > most || p.grace > most ||
+        p.heavy + p.recent + p.sinks > most) {
+      detail::throw_invalid_argument(
+          "kvtrim::HeavyHitter: heavy {}, recent {}, sinks {} and grace {} must be at least 0 and "
+          "their sum within 31 bits",
+          p.heavy,
+          p.recent,
+          p.sinks,
+          p.grace);
+    }
+    if (p.heavy + p.recent + p.sinks < 1) {
+      detail::throw_invalid_argument("kvtrim::HeavyHitter: a budget of 0 rows keeps nothing");
+    }
+    if (p.mode == HeavyMode::greedy && p.recent != 0) {
+      detail::throw_invalid_argument("kvtrim::HeavyHitter: greedy has no window, but recent is {}",
+                                     p.recent);
+    }
+    if (p.mode != HeavyMode::greedy && p.recent == 0 && p.grace == 0) {
+      detail::throw_invalid_argument(
+          "kvtrim::HeavyHitter: with recent 0 and grace 0 each new row has score 0 and goes first; "
+          "give one of them, or use greedy");
+    }
+    if (p.sinks + std::max(p.recent, p.grace) > p.sinks + p.heavy + p.recent) {
+      detail::throw_invalid_argument(
+          "kvtrim::HeavyHitter: budget {} is below the protected rows: sinks {} + grace {}",
+          p.heavy + p.recent + p.sinks,
+          p.sinks,
+          p.grace);
+    }
+    if (p.interval < 1 || p.interval > most) {
+      detail::throw_invalid_argument("kvtrim::HeavyHitter: interval {} is not within 1 and 2^31",
+                                     p.interval);
+    }
+    if (!(p.decay > 0 && p.decay <= 1)) {
+      detail::throw_invalid_argument("kvtrim::HeavyHitter: decay {} is not within (0, 1]", p.decay);
+    }
+  }
+
+  /// What it was made of.
+  [[nodiscard]] constexpr const Params& params() const noexcept { return params_; }
+  /// Rows that stay after a cut.
+  [[nodiscard]] constexpr std::int32_t budget() const noexcept {
+    return static_cast<std::int32_t>(params_.heavy + params_.recent + params_.sinks);
+  }
+
+  /// Rows that stay.
+  [[nodiscard]] constexpr Demand demand(const DemandInput& in) const noexcept {
+    const auto sinks = static_cast<std::int32_t>(params_.sinks);
+    const auto recent = static_cast<std::int32_t>(params_.recent);
+    const std::int32_t keep = in.budget >= 0 ? in.budget : budget();
+    std::int32_t window = std::max(recent, static_cast<std::int32_t>(params_.grace));
+    if (in.live - keep < params_.interval) {
+      return {in.live, {sinks, window}, recent, Status::ok};
+    }
+    if (params_.mode == HeavyMode::promote && in.state.rows_at_eviction > 0) {
+      // The rows that left the window since the last cut are promoted: they do not compete.
+      window =
+          std::max(window, std::min(recent + in.live - in.state.rows_at_eviction, keep - sinks));
+    }
+    return {keep, {sinks, window}, recent, Status::ok};
+  }
+
+  /// As asked.
+  [[nodiscard]] constexpr Removal removal() const noexcept { return params_.removal; }
+  /// Accumulated attention.
+  [[nodiscard]] constexpr AccumulateParams scorer() const noexcept {
+    return {params_.decay, params_.squared, params_.age_normalised};
+  }
+
+ private:
+  Params params_;
+};
+static_assert(Policy<HeavyHitter>);
+
+}  // namespace kvtrim

@@ -1,0 +1,70 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// A policy is a value: parameters and rules, no state of a sequence. What is new in a method is its scorer or its
+// demand; everything else (ties, protection, shared pages, moves, reports) is common to all.
+
+#include <kvtrim/cache/sequence_state.hpp>
+#include <kvtrim/core/status.hpp>
+#include <kvtrim/core/types.hpp>
+#include <kvtrim/evict/removal.hpp>
+#include <kvtrim/score/no_scores.hpp>
+#include <kvtrim/select/protection.hpp>
+
+#include <concepts>
+#include <cstdint>
+#include <string_view>
+#include <type_traits>
+
+namespace kvtrim {
+
+/// What a policy may look at when it says how much of one page table must go.
+struct DemandInput {
+  SequenceState state;         ///< of the table
+  std::int32_t live = 0;       ///< live rows
+  std::int32_t page_size = 1;  ///< rows a page
+  std::int32_t budget =
+      -1;  ///< budget given at run time (`Observation::budgets`); -1: the policy's own
+};
+
+/// How many rows stay, and which of them are no candidates.
+struct Demand {
+  std::int32_t keep = 0;  ///< rows that stay; `live` or more: nothing is evicted
+  Protection protection;  ///< sinks and recent rows, in position order
+  std::int32_t window =
+      0;  ///< rows of the recent window proper: the row before them gives its slot to the next append
+  Status status = Status::ok;  ///< `chunk_too_long` where the demand cannot be met
+};
+
+/// A KV cache eviction policy.
+///
+/// | expression     | returns              | meaning                                                                   |
+/// |----------------|----------------------|---------------------------------------------------------------------------|
+/// | `P::name`      | to `std::string_view`| short name, unique in the library                                         |
+/// | `p.demand(in)` | `Demand`, `noexcept` | rows that stay and rows that are protected                                |
+/// | `p.removal()`  | `Removal`, `noexcept`| the way rows are removed unless the caller names one                      |
+/// | `p.scorer()`   | a `Scorer`, or parameters that `ScorerOf` maps to one | what ranks the candidates                |
+///
+/// Semantics the compiler cannot check: `demand` is pure, never keeps more than `live` rows unless it keeps all, and does
+/// not depend on scores. Policies are trivially copyable, so one object serves all sequences and threads.
+template <class P>
+concept Policy = std::is_trivially_copyable_v<P> && requires(const P& p, const DemandInput& in) {
+  { P::name } -> std::convertible_to<std::string_view>;
+  { p.demand(in) } noexcept -> std::same_as<Demand>;
+  { p.removal() } noexcept -> std::same_as<Removal>;
+  p.scorer();
+};
+
+namespace detail {
+struct PolicyArchetype {
+  static constexpr std::string_view name = "archetype";
+  [[nodiscard]] constexpr Demand demand(const DemandInput& in) const noexcept {
+    return {in.live, {}, 0, Status::ok};
+  }
+  [[nodiscard]] constexpr Removal removal() const noexcept { return Removal::stable_pack; }
+  [[nodiscard]] constexpr NoScores scorer() const noexcept { return {}; }
+};
+static_assert(Policy<PolicyArchetype>);
+}  // namespace detail
+
+}  // namespace kvtrim

@@ -1,0 +1,100 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <kvtrim/detail/error.hpp>
+#include <kvtrim/policy/policy.hpp>
+#include <kvtrim/score/window_params.hpp>
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <string_view>
+
+namespace kvtrim {
+
+/// Keeps the rows of the prompt that its last queries attend to, and those last rows. Once, at the end of the prompt.
+///
+/// Nothing goes while there are at most `budget` rows; a prompt shorter than the window is legal.
+///
+/// \par Ties
+/// the lower position is kept. NaN: lowest, then by position
+/// \par Complexity
+/// as `WindowScorer`; selection O(rows)
+/// \par Source
+/// Li et al., 2024, arXiv:2404.14469; differs: one set a KV head (the group's mean; the paper caches repeated heads),
+/// the mean over the window's rows (kvpress, Ada-KV) where the paper's code sums: the same set for one head
+class SnapKVSelector {
+ public:
+  /// Parameters.
+  struct Params {
+    std::int64_t window = 32;            ///< last rows: their queries vote, they always stay
+    std::int64_t budget = 1024;          ///< rows that stay, window and sinks included
+    std::int64_t kernel = 5;             ///< pooling kernel, odd
+    Reduction rows = Reduction::mean;    ///< over the window's queries
+    Reduction group = Reduction::mean;   ///< over the query heads of a KV head
+    Pooling pooling = Pooling::average;  ///< over neighbouring columns
+    PoolColumns columns = PoolColumns::candidates;  ///< what the pooling sees
+    std::int64_t sinks = 0;                         ///< first rows, always kept
+  };
+  static constexpr std::string_view name = "snapkv";
+
+  /// The paper's sizes, a budget of 1,024 rows.
+  constexpr SnapKVSelector() : SnapKVSelector(Params{}) {}
+
+  /// \throws std::invalid_argument if the kernel is even or below 1, the window below 1, sinks negative, the budget below
+  ///   window + sinks, or a size beyond 31 bits
+  explicit constexpr SnapKVSelector(const Params& params) : params_(params) {
+    constexpr std::int64_t most = std::numeric_limits<std::int32_t>::max();
+    const Params& p = params_;
+    if (p.kernel < 1 || p.kernel % 2 == 0 || p.kernel > most) {
+      detail::throw_invalid_argument(
+          "kvtrim::SnapKVSelector: kernel must be odd and at least 1, not {}", p.kernel);
+    }
+    if (p.window < 1 || p.sinks < 0 || p.window > most || p.sinks > most || p.budget > most) {
+      detail::throw_invalid_argument(
+          "kvtrim::SnapKVSelector: window {} must be at least 1, sinks {} at least 0, budget {} "
+          "within 31 bits",
+          p.window,
+          p.sinks,
+          p.budget);
+    }
+    if (p.budget < p.window + p.sinks) {
+      detail::throw_invalid_argument(
+          "kvtrim::SnapKVSelector: budget {} must be at least window {} + sinks {}",
+          p.budget,
+          p.window,
+          p.sinks);
+    }
+  }
+
+  /// What it was made of.
+  [[nodiscard]] constexpr const Params& params() const noexcept { return params_; }
+
+  /// Rows that stay.
+  [[nodiscard]] constexpr Demand demand(const DemandInput& in) const noexcept {
+    const auto window = static_cast<std::int32_t>(params_.window);
+    const std::int32_t budget =
+        in.budget >= 0 ? in.budget : static_cast<std::int32_t>(params_.budget);
+    return {std::min(budget, in.live),
+            {static_cast<std::int32_t>(params_.sinks), window},
+            window,
+            Status::ok};
+  }
+  /// Rows close up in order.
+  [[nodiscard]] constexpr Removal removal() const noexcept { return Removal::stable_pack; }
+  /// Attention of the window.
+  [[nodiscard]] constexpr WindowParams scorer() const noexcept {
+    return {static_cast<std::int32_t>(params_.window),
+            static_cast<std::int32_t>(params_.kernel),
+            params_.rows,
+            params_.group,
+            params_.pooling,
+            params_.columns};
+  }
+
+ private:
+  Params params_;
+};
+static_assert(Policy<SnapKVSelector>);
+
+}  // namespace kvtrim

@@ -1,0 +1,145 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <kvtrim/detail/error.hpp>
+#include <kvtrim/policy/policy.hpp>
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <string_view>
+
+namespace kvtrim {
+
+/// How `StreamingSink` meets page borders.
+enum class SinkForm : std::uint8_t {
+  pages,  ///< whole pages leave the table: 0 bytes moved, a little more than sinks + recent rows stay
+  exact,  ///< exactly sinks + recent rows stay; a decode step overwrites the oldest recent slot
+};
+
+/// Keeps the first `sinks` and the last `recent` rows: attention sinks and a sliding window.
+///
+/// Acts between steps, so that a query sees up to sinks + recent rows and its own step's; `make_room` cuts first
+/// instead. In `pages` form between sinks + recent and ceil(sinks / N) * N + recent + N - 1 rows of page size N stay.
+///
+/// \par Ties
+/// no scores. Rows count in position order
+/// \par Complexity
+/// demand O(1); a page drop is O(pages of the table)
+/// \par Source
+/// Xiao et al., 2023, arXiv:2309.17453; differs: positions are kept unless `PositionMode::in_cache` is asked for, and
+/// `pages` is the default form
+class StreamingSink {
+ public:
+  /// Parameters.
+  struct Params {
+    std::int64_t sinks = 4;           ///< first rows, always kept
+    std::int64_t recent = 1024;       ///< last rows, always kept
+    SinkForm form = SinkForm::pages;  ///< page borders
+    std::int64_t capacity =
+        0;  ///< rows the cache has; recent is cut to capacity - sinks. 0: no limit
+    std::int64_t hard_budget =
+        0;  ///< `pages`: rows that may never be exceeded after a cut; the window shrinks. 0: none
+  };
+  static constexpr std::string_view name = "streaming";
+
+  /// The paper's sizes.
+  constexpr StreamingSink() : StreamingSink(Params{}) {}
+
+  /// \throws std::invalid_argument if recent is below 1, sinks are negative, either is beyond 31 bits, sinks are not
+  ///   below the capacity, or the hard budget leaves no window
+  explicit constexpr StreamingSink(const Params& params) : params_(params) {
+    constexpr std::int64_t most = std::numeric_limits<std::int32_t>::max();
+    if (params_.sinks < 0 || params_.recent < 1 || params_.sinks > most || params_.recent > most ||
+        params_.sinks + params_.recent > most) {
+      detail::throw_invalid_argument(
+          "kvtrim::StreamingSink: sinks {} must be at least 0, recent {} at least 1, and their sum "
+          "within 31 bits",
+          params_.sinks,
+          params_.recent);
+    }
+    if (params_.capacity != 0 && params_.sinks >= params_.capacity) {
+      detail::throw_invalid_argument(
+          "kvtrim::StreamingSink: sinks {} must be below the capacity {}",
+          params_.sinks,
+          params_.capacity);
+    }
+    if (params_.hard_budget != 0 && params_.hard_budget <= params_.sinks) {
+      detail::throw_invalid_argument("kvtrim::StreamingSink: hard_budget {} must be above sinks {}",
+                                     params_.hard_budget,
+                                     params_.sinks);
+    }
+    if (params_.capacity != 0) {
+      params_.recent = std::min(params_.recent, params_.capacity - params_.sinks);
+    }
+  }
+
+  /// What it was made of; recent as cut to the capacity.
+  [[nodiscard]] constexpr const Params& params() const noexcept { return params_; }
+
+  /// The same policy, to be applied before `n` new rows come: cuts to sinks + recent - n, so that no query sees more
+  /// than sinks + recent rows. The plan's status is `chunk_too_long` for n above `max_chunk()`.
+  [[nodiscard]] constexpr StreamingSink make_room(std::int32_t n) const noexcept {
+    StreamingSink other = *this;
+    other.incoming_ = n;
+    return other;
+  }
+  /// Longest chunk that `make_room` can make room for.
+  [[nodiscard]] constexpr std::int32_t max_chunk() const noexcept {
+    return static_cast<std::int32_t>(params_.recent);
+  }
+
+  /// Pages of one table that are in use at most, when at most `chunk` rows are added between cuts.
+  [[nodiscard]] constexpr std::int32_t max_pages(std::int32_t page_size,
+                                                 std::int32_t chunk = 1) const noexcept {
+    const auto sinks = static_cast<std::int32_t>(params_.sinks);
+    const auto recent = static_cast<std::int32_t>(params_.recent);
+    return pages_for(sinks, page_size) + pages_for(recent + chunk - 1 + page_size - 1, page_size);
+  }
+
+  /// Rows that stay.
+  [[nodiscard]] constexpr Demand demand(const DemandInput& in) const noexcept {
+    const auto sinks = static_cast<std::int32_t>(params_.sinks);
+    std::int32_t recent = static_cast<std::int32_t>(params_.recent);
+    if (in.budget >= 0) { recent = std::max(0, in.budget - sinks); }
+    if (incoming_ > recent) { return {in.live, {}, 0, Status::chunk_too_long}; }
+    if (in.live + incoming_ <= sinks + recent) {
+      return {in.live, {sinks, recent}, recent, Status::ok};
+    }
+    recent -= incoming_;
+    if (params_.form == SinkForm::pages && params_.hard_budget > 0) {
+      recent = std::min(recent, whole_page_window(in));
+    }
+    const std::int32_t keep = sinks + recent;
+    // A budget below the sinks keeps them all the same: the planner compares `keep` with what is protected.
+    return {in.budget >= 0 && in.budget < sinks ? in.budget : keep,
+            {sinks, recent},
+            recent,
+            Status::ok};
+  }
+
+  /// By the form.
+  [[nodiscard]] constexpr Removal removal() const noexcept {
+    return params_.form == SinkForm::pages ? Removal::drop_pages : Removal::overwrite_slot;
+  }
+  /// None.
+  [[nodiscard]] constexpr NoScores scorer() const noexcept { return {}; }
+
+ private:
+  // Longest window that starts on a page border and keeps sink pages + window within the hard budget.
+  [[nodiscard]] constexpr std::int32_t whole_page_window(const DemandInput& in) const noexcept {
+    const std::int64_t sink_rows = static_cast<std::int64_t>(pages_for(
+                                       static_cast<std::int32_t>(params_.sinks), in.page_size)) *
+                                   in.page_size;
+    const std::int64_t most = std::max<std::int64_t>(0, params_.hard_budget - sink_rows);
+    const std::int64_t first = std::max<std::int64_t>(0, in.live - most);
+    const std::int64_t border = (first + in.page_size - 1) / in.page_size * in.page_size;
+    return static_cast<std::int32_t>(std::max<std::int64_t>(1, in.live - border));
+  }
+
+  Params params_;
+  std::int32_t incoming_ = 0;
+};
+static_assert(Policy<StreamingSink>);
+
+}  // namespace kvtrim

@@ -1,0 +1,104 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// Accumulated attention lives in two sequence planes, a sum and its rounding error, that are forked, cut and moved with
+// the rows. Nothing here writes a page.
+
+#include <kvtrim/core/compensated.hpp>
+#include <kvtrim/core/order_key.hpp>
+#include <kvtrim/score/accumulate_params.hpp>
+#include <kvtrim/score/scorer.hpp>
+
+#include <cstdint>
+#include <span>
+
+namespace kvtrim {
+
+/// Softmax probabilities of one query, as an engine has them: [query heads of the KV head, live rows].
+struct Probabilities {
+  const float* data = nullptr;   ///< head 0 of the group, row 0
+  std::int32_t group = 1;        ///< query heads of the KV head
+  std::int64_t head_stride = 0;  ///< floats between them
+};
+
+/// Adds one query's probabilities to the accumulated scores of (sequence, layer, KV head).
+///
+/// \param probabilities  by row of the table; a row that is not finite is added as it is, and then ranks lowest (NaN)
+/// \pre `view.score_sums` and `view.score_compensations` are there; no hole
+/// \par Complexity
+/// O(group * live rows) time; no allocation
+/// \par Source
+/// Zhang et al., 2023, arXiv:2306.14048 (H2O); the group mean is ours (the paper has no grouped heads), as kvpress's
+inline void accumulate_probabilities(const AccumulateParams& params,
+                                     const CacheView& view,
+                                     SequenceId s,
+                                     LayerId l,
+                                     HeadId h,
+                                     const Probabilities& probabilities) noexcept {
+  const std::int32_t live = view.live_rows(s, l, h);
+  const float share = 1.0F / static_cast<float>(probabilities.group);
+  for (std::int32_t r = 0; r < live; ++r) {
+    float p = 0;
+    for (std::int32_t g = 0; g < probabilities.group; ++g) {
+      const float x = probabilities.data[g * probabilities.head_stride + r];
+      p += params.squared ? x * x : x;
+    }
+    float& sum = view.score_sums.at<float>(s, l, h, r);
+    float& compensation = view.score_compensations.at<float>(s, l, h, r);
+    if (params.decay != 1.0F) {
+      sum *= params.decay;
+      compensation *= params.decay;
+    }
+    add_compensated(sum, compensation, p * share);
+  }
+}
+
+/// Scores a row by its accumulated attention.
+///
+/// \par Shapes
+/// planes and scores [live rows]
+/// \par Complexity
+/// O(live rows); no allocation
+/// \par Source
+/// Zhang et al., 2023, arXiv:2306.14048; with `age_normalised` as kvpress's ObservedAttention: the sum divided by the
+/// queries that saw the row
+class AccumulatedScorer {
+ public:
+  explicit constexpr AccumulatedScorer(const AccumulateParams& params) noexcept : params_(params) {}
+
+  /// None.
+  [[nodiscard]] constexpr std::size_t scratch_bytes(const PlanShape&) const noexcept { return 0; }
+  /// `bad_observation` without score planes.
+  [[nodiscard]] Status check(const CacheView& view, const Observation&) const noexcept {
+    return view.score_sums && view.score_compensations ? Status::ok : Status::bad_observation;
+  }
+  /// Sum plus compensation, divided by `next position - position` if asked.
+  void score(const CacheView& view,
+             SequenceId s,
+             LayerId l,
+             HeadId h,
+             const Observation&,
+             std::span<std::byte>,
+             std::span<float> out) const noexcept {
+    const std::int32_t next = view.state(s, l, h).next_position;
+    for (std::size_t i = 0; i < out.size(); ++i) {
+      const auto r = static_cast<std::int32_t>(i);
+      const float total =
+          view.score_sums.at<float>(s, l, h, r) + view.score_compensations.at<float>(s, l, h, r);
+      const std::int32_t age = next - raw(view.position(s, l, h, r));
+      out[i] = params_.age_normalised && age > 0 ? total / static_cast<float>(age) : total;
+    }
+  }
+
+ private:
+  AccumulateParams params_;
+};
+static_assert(Scorer<AccumulatedScorer>);
+
+/// `AccumulateParams` are scored by `AccumulatedScorer`.
+template <>
+struct ScorerOf<AccumulateParams> {
+  using type = AccumulatedScorer;
+};
+
+}  // namespace kvtrim

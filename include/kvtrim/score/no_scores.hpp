@@ -1,0 +1,9 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+namespace kvtrim {
+
+/// Scorer parameters of policies that keep by position alone.
+struct NoScores {};
+
+}  // namespace kvtrim

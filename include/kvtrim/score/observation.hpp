@@ -1,0 +1,91 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <kvtrim/cache/page_table.hpp>
+#include <kvtrim/cache/plane.hpp>
+#include <kvtrim/core/types.hpp>
+
+#include <cstdint>
+
+namespace kvtrim {
+
+/// Base of the logarithm in an engine's LSE.
+enum class LseBase : std::uint8_t {
+  e,    ///< natural (FlashAttention)
+  two,  ///< binary (FlashInfer)
+};
+
+/// Queries as attention uses them: after RoPE, before the scale. fp32, indexed [sequence, layer, query head, row].
+///
+/// Query head h belongs to KV head `h / (query_heads / kv_heads)`.
+struct QueryBlock {
+  const float* data = nullptr;   ///< sequence 0, layer 0, head 0, row 0; null: no queries
+  std::int32_t query_heads = 0;  ///< a multiple of the KV heads
+  std::int32_t rows = 0;         ///< rows of a sequence where `row_counts` is null
+  const std::int32_t* row_firsts =
+      nullptr;  ///< [sequences] first row (ragged batches, rings); null: 0
+  const std::int32_t* row_counts = nullptr;  ///< [sequences] rows; null: `rows` each
+  std::int64_t sequence_stride =
+      0;  ///< floats between sequences; 0 where `row_firsts` index one array
+  std::int64_t layer_stride = 0;        ///< floats between layers
+  std::int64_t head_stride = 0;         ///< floats between query heads
+  std::int64_t row_stride = 0;          ///< floats between rows
+  const Position* positions = nullptr;  ///< position of a row; null: the last rows of the sequence
+  std::int64_t position_sequence_stride = 0;  ///< positions between sequences
+  const float* lse = nullptr;  ///< log-sum-exp of the scaled, causal logits; null: computed
+  std::int64_t lse_sequence_stride = 0;  ///< floats
+  std::int64_t lse_layer_stride = 0;     ///< floats
+  std::int64_t lse_head_stride = 0;      ///< floats
+  LseBase lse_base = LseBase::e;         ///< its base
+  float scale = 0;                       ///< factor of the logits; 0: 1 / sqrt(head_dim)
+  float soft_cap = 0;                    ///< c * tanh(logit / c); 0: none
+
+  /// Rows of sequence `s`.
+  [[nodiscard]] constexpr std::int32_t count(SequenceId s) const noexcept {
+    return row_counts == nullptr ? rows : row_counts[raw(s)];
+  }
+  /// Row `i` of sequence `s`.
+  [[nodiscard]] const float* row(SequenceId s,
+                                 LayerId l,
+                                 std::int32_t head,
+                                 std::int32_t i) const noexcept {
+    return data + raw(s) * sequence_stride + raw(l) * layer_stride + head * head_stride +
+           (first(s) + i) * row_stride;
+  }
+  /// LSE of row `i`.
+  [[nodiscard]] float lse_of(SequenceId s,
+                             LayerId l,
+                             std::int32_t head,
+                             std::int32_t i) const noexcept {
+    return lse[raw(s) * lse_sequence_stride + raw(l) * lse_layer_stride + head * lse_head_stride +
+               first(s) + i];
+  }
+  /// Position of row `i`, where the next token of the sequence is at `next_position`.
+  [[nodiscard]] Position position(SequenceId s,
+                                  std::int32_t i,
+                                  std::int32_t next_position) const noexcept {
+    return positions != nullptr ? positions[raw(s) * position_sequence_stride + first(s) + i]
+                                : Position{next_position - count(s) + i};
+  }
+
+ private:
+  [[nodiscard]] constexpr std::int64_t first(SequenceId s) const noexcept {
+    return row_firsts == nullptr ? 0 : row_firsts[raw(s)];
+  }
+};
+
+/// What a plan may look at beside the cache.
+struct Observation {
+  QueryBlock queries;    ///< for policies that score by the prompt's last queries
+  SequencePlane scores;  ///< ready-made fp32 scores by row, used in place of the policy's scorer
+  const std::int32_t* budgets =
+      nullptr;         ///< rows to keep, in place of the policy's own budget; null: the policy's
+  RowMap budget_rows;  ///< index of (sequence, layer, KV head) in `budgets`
+
+  /// Budget given for (sequence, layer, KV head); -1: none.
+  [[nodiscard]] std::int32_t budget(SequenceId s, LayerId l, HeadId h) const noexcept {
+    return budgets == nullptr ? -1 : budgets[budget_rows(s, l, h)];
+  }
+};
+
+}  // namespace kvtrim

@@ -1,0 +1,29 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <kvtrim/score/pooling.hpp>
+
+#include <cstdint>
+
+namespace kvtrim {
+
+/// How the probabilities of several rows, or of the query heads of a group, become one number.
+enum class Reduction : std::uint8_t { mean, sum, max };
+
+/// Which columns a pooling window may see.
+enum class PoolColumns : std::uint8_t {
+  candidates,   ///< the columns before the observation window, as the SnapKV paper's code does
+  all_columns,  ///< the observation window's columns too
+};
+
+/// Parameters of `WindowScorer`, apart from its header so that policies need not include Eigen.
+struct WindowParams {
+  std::int32_t window = 32;           ///< last rows whose queries vote; never candidates themselves
+  std::int32_t kernel = 5;            ///< pooling kernel, odd
+  Reduction rows = Reduction::mean;   ///< over the window's queries
+  Reduction group = Reduction::mean;  ///< over the query heads of a KV head
+  Pooling pooling = Pooling::average;             ///< over neighbouring columns
+  PoolColumns columns = PoolColumns::candidates;  ///< what the pooling sees
+};
+
+}  // namespace kvtrim
