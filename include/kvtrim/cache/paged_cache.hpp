@@ -147,6 +147,28 @@ class PagedCache {
     return made;
   }
 
+  /// Gives sequence `s` a copy of every page that it shares, so that all of its pages may be written and freed.
+  ///
+  /// \returns `ok`; `out_of_pages` or `no_such_sequence`: nothing was changed
+  /// \par Complexity
+  /// O(bytes of the shared pages)
+  Status try_make_private(SequenceId s) noexcept {
+    if (!alive(s)) { return Status::no_such_sequence; }
+    const auto for_each_shared = [&](auto&& f) {
+      for (std::int32_t t = 0; t < tables_; ++t) {
+        std::int32_t* const entries = row_of(s, t);
+        for (std::int32_t e = 0; e < pages_for(state_of(s, t).extent(), params_.page_size); ++e) {
+          if (pool_.ref_count(PageId{entries[e]}) > 1) { f(t, entries[e]); }
+        }
+      }
+    };
+    std::int32_t needed = 0;
+    for_each_shared([&](std::int32_t, std::int32_t&) { ++needed; });
+    if (needed > pool_.available()) { return Status::out_of_pages; }
+    for_each_shared([&](std::int32_t t, std::int32_t& entry) { own_page(s, t, entry); });
+    return Status::ok;
+  }
+
   /// Empties sequence `s`: rows, positions, scores and state go together; pages lose one owner each.
   /// \pre `alive(s)`
   void reset(SequenceId s) noexcept {
@@ -222,8 +244,11 @@ class PagedCache {
   ///
   /// \returns `ok` (also when there is nothing to forget); `unequal_budget` if heads of one table would be left with
   ///   different counts, `shared_page` if a shared page would have to be written: nothing was changed
+  /// \pre `next` is not negative
   Status try_truncate(SequenceId s, Position next) noexcept {
+    KVTRIM_ASSERT(raw(next) >= 0);
     if (!alive(s)) { return Status::no_such_sequence; }
+    if (next >= next_position(s)) { return Status::ok; }  // rows and shared pages are left alone, a hole too
     const CacheView all = view();
     for (std::int32_t t = 0; t < tables_; ++t) {
       if (const Status status = truncated_rows(all, s, t, next).status; status != Status::ok) {
@@ -447,14 +472,20 @@ class PagedCache {
     }
   }
 
+  // Replaces the shared page of a table entry by a copy. There is a free page.
+  void own_page(SequenceId s, std::int32_t t, std::int32_t& entry) noexcept {
+    const auto own = pool_.try_acquire();
+    KVTRIM_ASSERT(own.has_value());
+    const PageId page = own.value_or(null_page);
+    copy_page(PageId{entry}, page);
+    pool_.release(PageId{entry});
+    entry = raw(page);
+    touch(s, t);
+  }
+
   void extend_table(const CacheView& all, SequenceId s, std::int32_t t, std::int32_t n) noexcept {
     std::int32_t* const entries = row_of(s, t);
-    for_each_shared_target(s, t, n, [&](std::int32_t e) {
-      const PageId own = *pool_.try_acquire();
-      copy_page(PageId{entries[e]}, own);
-      pool_.release(PageId{entries[e]});
-      entries[e] = raw(own);
-    });
+    for_each_shared_target(s, t, n, [&](std::int32_t e) { own_page(s, t, entries[e]); });
     SequenceState& state = state_of(s, t);
     const bool fills_hole = n > 0 && state.append_row >= 0;
     const Write w{fills_hole ? state.append_row : -1, state.extent(), n};
@@ -462,7 +493,7 @@ class PagedCache {
     for (std::int32_t e = pages_for(w.begin, params_.page_size);
          e < pages_for(extent, params_.page_size);
          ++e) {
-      entries[e] = raw(*pool_.try_acquire());
+      entries[e] = raw(pool_.try_acquire().value_or(null_page));  // counted before: there is one
     }
     for_each_head(all, t, [&](LayerId l, HeadId h) {
       for (std::int32_t i = 0; i < n; ++i) {
@@ -518,7 +549,6 @@ class PagedCache {
   void truncate_table(const CacheView& all, SequenceId s, std::int32_t t, Position next) noexcept {
     SequenceState& state = state_of(s, t);
     const std::int32_t kept = truncated_rows(all, s, t, next).kept;
-    if (raw(next) >= state.next_position) { return; }
     for_each_head(all, t, [&](LayerId l, HeadId h) {
       const auto stays = [&](std::int32_t r) {
         return r != state.append_row && all.position(s, l, h, r) < next;
@@ -529,9 +559,11 @@ class PagedCache {
         while (!stays(from)) { --from; }
         move_page_data(all, l, h, place_of(all, s, l, h, from), place_of(all, s, l, h, to));
         move_sequence_data(all, s, l, h, from, to);
+        state.ordered = state.ordered && to == kept - 1;  // newer than the rows that follow
         --from;
       }
     });
+    state.ordered = state.ordered || kept == 0;
     const std::int32_t removed = state.live_rows - kept;
     release_tail(s, t, pages_for(kept, params_.page_size));
     state.next_rope_position -=

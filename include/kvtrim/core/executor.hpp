@@ -31,6 +31,15 @@ concept Executor = requires(const E& e, std::int64_t n, detail::ExecutorProbe f)
   e.for_each(n, f);
 };
 
+namespace detail {
+struct ExecutorArchetype {
+  [[nodiscard]] std::int32_t workers() const noexcept { return 1; }
+  template <class F>
+  void for_each(std::int64_t, F&&) const noexcept {}
+};
+static_assert(Executor<ExecutorArchetype>);
+}  // namespace detail
+
 /// Runs the items one after the other on the calling thread.
 struct Serial {
   /// One.

@@ -1,0 +1,164 @@
+// SPDX-License-Identifier: Apache-2.0
+// Continues a prompt with a policy holding the KV cache down: after the prompt, and after every token where the policy goes on.
+
+#include <CLI/CLI.hpp>
+
+#include <cstdint>
+#include <cstdio>
+#include <iostream>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "engine/chat.hpp"
+#include "engine/gguf.hpp"
+#include "engine/llama.hpp"
+#include "engine/sampling.hpp"
+#include "engine/tokenizer.hpp"
+#include "program/console.hpp"
+#include "program/evictor.hpp"
+#include "program/policy_spec.hpp"
+
+namespace {
+
+struct Options {
+  std::string model, prompt, prompt_file, policy = "full", cache_type = "f32";
+  std::int32_t tokens = 128, page_size = 16, threads = 0;
+  bool chat = false, in_cache = false;
+  engine::TopPSampler::Params sampling{.temperature = 0, .top_p = 0.95F, .seed = 0};
+};
+
+int generate(const Options& o) {
+  const program::PolicySpec spec(o.policy);
+  if (!spec.has_size())
+    throw std::runtime_error("policy '" + o.policy + "' needs a size: removed=0.5 or budget=256");
+  std::string text = o.prompt_file.empty() ? o.prompt : program::read_file(o.prompt_file);
+  if (text.empty()) throw std::runtime_error("the prompt is empty");
+  if (o.threads > 0) omp_set_num_threads(o.threads);
+  program::catch_interrupt();
+
+  const engine::GgufFile file(o.model);
+  const engine::Tokenizer tokenizer(file);
+  engine::LlamaModel model(file);
+  if (o.chat) text = engine::apply_chat_template(file, text);
+  std::vector<std::int32_t> prompt = tokenizer.encode(text, o.chat);
+  if (tokenizer.add_bos()) prompt.insert(prompt.begin(), tokenizer.bos());
+  const auto length = static_cast<std::int32_t>(prompt.size());
+  const std::int32_t keep = spec.rows_to_keep(length, 0);
+  const program::AnyPolicy policy = spec.make(keep, kvtrim::SinkForm::pages);
+  // SnapKV looks once, at the end of the prompt; the others hold the size while tokens come.
+  const bool goes_on = spec.name() == "streaming" || spec.name() == "h2o";
+
+  kvtrim::PagedCache::Params params = model.cache_params();
+  params.page_size = o.page_size;
+  params.dtype = o.cache_type == "f16"    ? kvtrim::DType::f16
+                 : o.cache_type == "bf16" ? kvtrim::DType::bf16
+                                          : kvtrim::DType::f32;
+  params.unrotated_keys = o.in_cache && params.dtype != kvtrim::DType::f32;
+  params.scores = true;
+  params.max_rows = length + o.tokens + 1;
+  params.pages = kvtrim::pages_for(params.max_rows, o.page_size) + 1;
+  kvtrim::PagedCache cache(params);
+  program::Needs needs;
+  needs.add(policy);
+  program::Evictor evictor(model.shape(), cache, needs);
+  const auto sequence = cache.try_create();
+  if (!sequence) throw std::runtime_error("no free sequence");
+
+  std::optional<kvtrim::Rerotator> rerotator;
+  if (o.in_cache) {
+    kvtrim::Rope rope;
+    rope.inverse_frequencies = model.shape().frequencies;
+    rope.dim = model.shape().rope_dims;
+    rope.pairs = kvtrim::RopePairs::interleaved;
+    rope.same_for_all_layers = true;
+    rerotator.emplace(cache.view(), rope, kvtrim::PositionMode::in_cache);
+  }
+  const kvtrim::PlanOptions plan{.rerotator = rerotator ? &*rerotator : nullptr};
+
+  const auto checked = [](kvtrim::Status status) {
+    if (status != kvtrim::Status::ok)
+      throw std::runtime_error("the cache: " + std::string(kvtrim::to_string(status)));
+  };
+  const program::Stopwatch prefill_watch;
+  checked(model.prefill(cache, *sequence, prompt, evictor.observer()));
+  const double prefill_seconds = prefill_watch.seconds();
+  kvtrim::Report total = evictor.evict(policy, *sequence, keep, plan);
+  const auto note = [&](const kvtrim::Report& r) {
+    total.evicted_rows += r.evicted_rows;
+    total.released_pages += r.released_pages;
+    total.bytes_moved += r.bytes_moved;
+  };
+
+  engine::TopPSampler sample(o.sampling);
+  const program::Stopwatch watch;
+  std::int32_t made = 0;
+  while (made < o.tokens) {
+    program::check_interrupt();
+    const std::int32_t token = sample(model.logits(0));
+    if (tokenizer.ends_text(token)) break;
+    std::cout << tokenizer.decode({&token, 1}) << std::flush;
+    if (++made == o.tokens) break;
+    const engine::Segment segment{*sequence, {&token, 1}};
+    checked(model.forward(cache, {&segment, 1}, engine::LogitRows::last, evictor.observer()));
+    if (goes_on) note(evictor.evict(policy, *sequence, keep, plan));
+  }
+  std::cout << std::endl;
+  const double mib = 1048576;
+  std::fprintf(stderr,
+               "\nprompt %d tokens in %.1f s; %d tokens generated, %.1f tokens/s; policy %s\n"
+               "live rows %d of %d seen (%.2f MiB), pages in use %d (%.2f MiB), pages freed %d, "
+               "rows evicted %lld a layer and head, "
+               "%.2f MiB moved\n",
+               length,
+               prefill_seconds,
+               made,
+               made > 0 ? made / watch.seconds() : 0.0,
+               o.policy.c_str(),
+               cache.live_rows(*sequence),
+               kvtrim::raw(cache.next_position(*sequence)),
+               static_cast<double>(program::live_bytes(cache, *sequence)) / mib,
+               cache.pool().in_use(),
+               static_cast<double>(cache.pool().in_use() * cache.page_bytes()) / mib,
+               total.released_pages,
+               static_cast<long long>(total.evicted_rows / (params.layers * params.kv_heads)),
+               static_cast<double>(total.bytes_moved) / mib);
+  return 0;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  Options o;
+  CLI::App app("Continues a prompt while a policy evicts from the KV cache.");
+  app.add_option("--model", o.model, "GGUF file of a Llama model")->required();
+  auto* prompt = app.add_option("--prompt", o.prompt, "the prompt");
+  app.add_option("--prompt-file", o.prompt_file, "a file with the prompt")->excludes(prompt);
+  app.add_option(
+         "--policy",
+         o.policy,
+         "SPEC: full, or streaming, h2o, snapkv with :removed=0.5 or :budget=256 (see the README)")
+      ->capture_default_str();
+  app.add_option("--tokens", o.tokens, "at most so many new tokens")
+      ->check(CLI::Range(0, 1 << 20))
+      ->capture_default_str();
+  app.add_flag("--chat", o.chat, "the prompt is a user's message: apply the model's chat template");
+  app.add_flag(
+      "--in-cache",
+      o.in_cache,
+      "renumber kept rows 0..k-1 (StreamingLLM): text may be longer than the model's context");
+  app.add_option("--temperature", o.sampling.temperature, "0: greedy")->capture_default_str();
+  app.add_option(
+         "--top-p", o.sampling.top_p, "sample from the likeliest tokens of this total probability")
+      ->capture_default_str();
+  app.add_option("--seed", o.sampling.seed, "of the sampling")->capture_default_str();
+  app.add_option("--cache-type", o.cache_type, "type of cached keys and values")
+      ->check(CLI::IsMember({"f32", "f16", "bf16"}))
+      ->capture_default_str();
+  app.add_option("--page-size", o.page_size, "rows a page")
+      ->check(CLI::Range(1, 4096))
+      ->capture_default_str();
+  app.add_option("--threads", o.threads, "threads; 0: all cores")->capture_default_str();
+  CLI11_PARSE(app, argc, argv);
+  return program::run("generate", [&] { return generate(o); });
+}

@@ -1,0 +1,140 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// What every program owes its user: a progress line on a terminal only, an end on Ctrl-C that leaves no half-written file,
+// and one clear line when something is wrong.
+
+#include <unistd.h>
+
+#include <chrono>
+#include <csignal>
+#include <cstdio>
+#include <exception>
+#include <filesystem>
+#include <fstream>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+
+namespace program {
+
+/// Seconds since it was made.
+class Stopwatch {
+ public:
+  [[nodiscard]] double seconds() const {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
+  }
+
+ private:
+  std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
+};
+
+/// Thrown where a program notices Ctrl-C.
+struct Interrupted : std::exception {
+  [[nodiscard]] const char* what() const noexcept override { return "interrupted"; }
+};
+
+namespace detail {
+inline volatile std::sig_atomic_t interrupted = 0;
+inline void note_interrupt(int) {
+  interrupted = 1;
+}
+}  // namespace detail
+
+/// From now on Ctrl-C is noticed by `check_interrupt`.
+inline void catch_interrupt() {
+  std::signal(SIGINT, detail::note_interrupt);
+}
+
+/// \throws Interrupted after Ctrl-C
+inline void check_interrupt() {
+  if (detail::interrupted != 0) throw Interrupted();
+}
+
+/// One line on the error stream that is rewritten in place; silent where that is no terminal.
+class Progress {
+ public:
+  Progress() : terminal_(isatty(STDERR_FILENO) != 0) {}
+  Progress(const Progress&) = delete;
+  Progress& operator=(const Progress&) = delete;
+  ~Progress() { clear(); }
+
+  void show(const std::string& text) {
+    if (!terminal_) return;
+    std::fprintf(stderr, "\r\x1b[K%s", text.c_str());
+    std::fflush(stderr);
+    shown_ = true;
+  }
+  void clear() {
+    if (shown_) std::fprintf(stderr, "\r\x1b[K");
+    shown_ = false;
+  }
+
+ private:
+  bool terminal_;
+  bool shown_ = false;
+};
+
+/// A file that is there whole or not at all: written beside its place, renamed into it by `commit`.
+class OutputFile {
+ public:
+  /// \throws std::runtime_error if it cannot be written
+  explicit OutputFile(std::string path)
+      : path_(std::move(path)), part_(path_ + ".part"), out_(part_) {
+    if (!out_) throw std::runtime_error("cannot write " + part_);
+  }
+  OutputFile(const OutputFile&) = delete;
+  OutputFile& operator=(const OutputFile&) = delete;
+  ~OutputFile() {
+    std::error_code ignored;
+    out_.close();
+    if (!committed_) std::filesystem::remove(part_, ignored);
+  }
+
+  std::ofstream& stream() { return out_; }
+
+  /// \throws std::runtime_error if a write failed
+  void commit() {
+    out_.close();
+    if (!out_) throw std::runtime_error("cannot write " + part_);
+    std::filesystem::rename(part_, path_);
+    committed_ = true;
+  }
+
+ private:
+  std::string path_;
+  std::string part_;
+  std::ofstream out_;
+  bool committed_ = false;
+};
+
+/// The whole of a text file.
+///
+/// \throws std::runtime_error if it cannot be read
+[[nodiscard]] inline std::string read_file(const std::string& path) {
+  std::ifstream in(path, std::ios::binary);
+  std::string text((std::istreambuf_iterator<char>(in)), std::istreambuf_iterator<char>());
+  if (!in) throw std::runtime_error("cannot read " + path);
+  return text;
+}
+
+/// Runs a program's body; what it throws becomes one line and an exit status.
+template <class Body>
+int run(std::string_view name, Body body) {
+  try {
+    return body();
+  } catch (const Interrupted&) {
+    std::fprintf(stderr,
+                 "%.*s: interrupted; nothing was written\n",
+                 static_cast<int>(name.size()),
+                 name.data());
+    return 130;
+  } catch (const std::bad_alloc&) {
+    std::fprintf(stderr, "%.*s: out of memory\n", static_cast<int>(name.size()), name.data());
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "%.*s: %s\n", static_cast<int>(name.size()), name.data(), error.what());
+  }
+  return 1;
+}
+
+}  // namespace program

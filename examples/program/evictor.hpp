@@ -1,0 +1,169 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// Where the engine calls kvtrim: during a step it hands over each layer's queries, between steps it lets a policy evict.
+
+#include <kvtrim/evict/evict.hpp>
+#include <kvtrim/score/accumulate.hpp>
+#include <kvtrim/score/column_sums.hpp>
+#include <kvtrim/score/query_ring.hpp>
+#include <kvtrim/score/window.hpp>
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "engine/llama.hpp"
+#include "engine/openmp.hpp"
+#include "policy_spec.hpp"
+
+namespace program {
+
+/// What policies ask to be observed.
+struct Needs {
+  std::int32_t window = 0;                             ///< last queries to keep; 0: none
+  std::optional<kvtrim::AccumulateParams> accumulate;  ///< attention to be accumulated
+
+  /// Adds what `policy` asks for.
+  /// \throws std::invalid_argument if it accumulates in another way than a policy before it
+  void add(const AnyPolicy& policy) {
+    if (const auto* snapkv = std::get_if<kvtrim::SnapKVSelector>(&policy)) {
+      window = std::max(window, static_cast<std::int32_t>(snapkv->params().window));
+    }
+    if (const auto* heavy = std::get_if<kvtrim::HeavyHitter>(&policy)) {
+      const kvtrim::AccumulateParams asked = heavy->scorer();
+      if (accumulate &&
+          (accumulate->decay != asked.decay || accumulate->squared != asked.squared)) {
+        throw std::invalid_argument(
+            "h2o policies of one run share one accumulated score: decay and squared must be the "
+            "same");
+      }
+      accumulate = asked;
+    }
+  }
+};
+
+/// Watches the steps of an engine and evicts between them.
+class Evictor {
+ public:
+  Evictor(const engine::LlamaShape& shape, kvtrim::PagedCache& cache, const Needs& needs)
+      : cache_(&cache), needs_(needs) {
+    if (needs.window > 0) {
+      ring_.emplace(kvtrim::QueryRing::Params{.sequences = cache.params().max_sequences,
+                                              .layers = shape.layers,
+                                              .query_heads = shape.heads,
+                                              .head_dim = shape.head_dim,
+                                              .window = needs.window,
+                                              .lse = true});
+    }
+    scratch_.resize(kvtrim::column_sums_scratch_bytes(shape.head_dim) *
+                    static_cast<std::size_t>(executor_.workers()));
+    heads_ = shape.heads;
+    head_dim_ = shape.head_dim;
+  }
+
+  /// The hook to give to `LlamaModel::forward`.
+  [[nodiscard]] engine::Observer observer() {
+    return [this](const engine::LayerObservation& seen) { observe(seen); };
+  }
+
+  /// Copies what was seen of a sequence to its fork.
+  void fork(kvtrim::SequenceId from, kvtrim::SequenceId to) {
+    if (ring_) ring_->fork(from, to);
+  }
+  /// Forgets what was seen of a sequence.
+  void reset(kvtrim::SequenceId s) {
+    if (ring_) ring_->reset(s);
+  }
+
+  /// Lets `policy` keep `keep` rows of sequence `s`.
+  /// \throws std::runtime_error if the library refuses
+  kvtrim::Report evict(const AnyPolicy& policy,
+                       kvtrim::SequenceId s,
+                       std::int32_t keep,
+                       const kvtrim::PlanOptions& options = {}) {
+    const kvtrim::CacheView view = cache_->view(s);
+    kvtrim::Observation observation;
+    if (ring_) observation.queries = ring_->queries(s);
+    observation.budgets = &keep;
+    observation.budget_rows = {0, 0, 0};
+    const kvtrim::Report report = std::visit(
+        [&](const auto& p) {
+          const auto shape = kvtrim::plan_shape(view, observation, executor_.workers());
+          const std::size_t bytes = kvtrim::plan_workspace_bytes(p, shape);
+          if (workspace_.size() < bytes) workspace_.resize(bytes);
+          return kvtrim::evict(p, *cache_, view, observation, workspace_, options, executor_);
+        },
+        policy);
+    if (!kvtrim::usable(report.status)) {
+      throw std::runtime_error("the eviction was refused: " +
+                               std::string(kvtrim::to_string(report.status)));
+    }
+    return report;
+  }
+
+ private:
+  void observe(const engine::LayerObservation& seen) {
+    const std::int32_t next = kvtrim::raw(cache_->next_position(seen.sequence));
+    if (ring_) {
+      positions_.resize(static_cast<std::size_t>(seen.tokens));
+      for (std::int32_t i = 0; i < seen.tokens; ++i) {
+        positions_[static_cast<std::size_t>(i)] = kvtrim::Position{next - seen.tokens + i};
+      }
+      ring_->push(seen.sequence,
+                  seen.layer,
+                  seen.tokens,
+                  seen.queries.data(),
+                  positions_.data(),
+                  seen.lse.data());
+    }
+    if (!needs_.accumulate) return;
+    kvtrim::QueryBlock block;
+    block.data = seen.queries.data();
+    block.query_heads = heads_;
+    block.rows = seen.tokens;
+    block.row_stride = static_cast<std::int64_t>(heads_) * head_dim_;
+    block.head_stride = head_dim_;
+    block.lse = seen.lse.data();
+    block.lse_head_stride = seen.tokens;
+    const kvtrim::CacheView view = cache_->view(seen.sequence);
+    const std::size_t share = scratch_.size() / static_cast<std::size_t>(executor_.workers());
+    executor_.for_each(view.kv_heads, [&](std::int64_t head, std::int32_t worker) {
+      kvtrim::accumulate_column_sums(
+          *needs_.accumulate,
+          view,
+          kvtrim::SequenceId{0},
+          seen.layer,
+          kvtrim::HeadId{static_cast<std::int32_t>(head)},
+          block,
+          kvtrim::LayerId{0},
+          std::span(scratch_).subspan(static_cast<std::size_t>(worker) * share, share));
+    });
+  }
+
+  kvtrim::PagedCache* cache_;
+  Needs needs_;
+  engine::OpenMp executor_;
+  std::optional<kvtrim::QueryRing> ring_;
+  std::vector<kvtrim::Position> positions_;
+  std::vector<std::byte> scratch_;
+  std::vector<std::byte> workspace_;
+  std::int32_t heads_ = 0;
+  std::int32_t head_dim_ = 0;
+};
+
+/// Bytes of keys and values of the live rows of sequence `s`.
+[[nodiscard]] inline std::int64_t live_bytes(kvtrim::PagedCache& cache, kvtrim::SequenceId s) {
+  const auto& p = cache.params();
+  std::int64_t rows = 0;
+  for (std::int32_t l = 0; l < p.layers; ++l) {
+    for (std::int32_t h = 0; h < p.kv_heads; ++h)
+      rows += cache.live_rows(s, kvtrim::LayerId{l}, kvtrim::HeadId{h});
+  }
+  return rows * (p.key_dim + p.value_dim) * kvtrim::element_bytes(p.dtype);
+}
+
+}  // namespace program

@@ -1,0 +1,222 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// A policy as a word on the command line: `name` or `name:key=value,...`. Adding a policy adds one entry to `known_policies`
+// and one branch to `make_policy`.
+
+#include <kvtrim/budget/rows.hpp>
+#include <kvtrim/policy/full.hpp>
+#include <kvtrim/policy/heavy_hitter.hpp>
+#include <kvtrim/policy/snapkv_selector.hpp>
+#include <kvtrim/policy/streaming_sink.hpp>
+
+#include <algorithm>
+#include <charconv>
+#include <cmath>
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <variant>
+#include <vector>
+
+namespace program {
+
+/// Any of the library's policies.
+using AnyPolicy =
+    std::variant<kvtrim::Full, kvtrim::StreamingSink, kvtrim::HeavyHitter, kvtrim::SnapKVSelector>;
+
+namespace detail {
+
+struct KnownPolicy {
+  std::string_view name;
+  std::vector<std::string_view> keys;
+};
+
+inline const std::vector<KnownPolicy>& known_policies() {
+  static const std::vector<KnownPolicy> known{
+      {"full", {}},
+      {"streaming", {"sinks", "form"}},
+      {"h2o", {"recent", "sinks", "mode", "interval", "grace", "decay", "age", "squared"}},
+      {"snapkv", {"window", "kernel", "pool", "rows", "group", "columns", "sinks"}},
+  };
+  return known;
+}
+
+template <class Names>
+std::string join(const Names& names) {
+  std::string text;
+  for (const auto& name : names) text += (text.empty() ? "" : ", ") + std::string(name);
+  return text;
+}
+
+}  // namespace detail
+
+/// A parsed SPEC. Values are read when a policy is made of it.
+class PolicySpec {
+ public:
+  /// \throws std::invalid_argument if the name or a key is unknown (the text lists the known ones), or a part is no key=value
+  explicit PolicySpec(const std::string& text) : text_(text) {
+    const std::size_t colon = text.find(':');
+    name_ = text.substr(0, colon);
+    const auto& known = detail::known_policies();
+    const auto policy =
+        std::find_if(known.begin(), known.end(), [&](const auto& k) { return k.name == name_; });
+    if (policy == known.end()) {
+      std::vector<std::string_view> names;
+      for (const auto& k : known) names.push_back(k.name);
+      throw std::invalid_argument("unknown policy '" + name_ + "'; known are " +
+                                  detail::join(names));
+    }
+    if (colon == std::string::npos) return;
+    std::vector<std::string_view> keys = policy->keys;
+    if (name_ != "full") keys.insert(keys.end(), {"removed", "budget"});
+    std::string_view rest = std::string_view(text).substr(colon + 1);
+    while (!rest.empty()) {
+      const std::string_view part = rest.substr(0, rest.find(','));
+      rest.remove_prefix(std::min(rest.size(), part.size() + 1));
+      const std::size_t equals = part.find('=');
+      const std::string_view key = part.substr(0, equals);
+      if (equals == std::string_view::npos || equals + 1 == part.size()) {
+        throw std::invalid_argument("policy '" + text + "': '" + std::string(part) +
+                                    "' is not key=value");
+      }
+      if (std::find(keys.begin(), keys.end(), key) == keys.end()) {
+        throw std::invalid_argument("policy '" + text + "': unknown key '" + std::string(key) +
+                                    "'; known are " + (keys.empty() ? "none" : detail::join(keys)));
+      }
+      if (!values_.emplace(key, part.substr(equals + 1)).second) {
+        throw std::invalid_argument("policy '" + text + "': key '" + std::string(key) +
+                                    "' is given twice");
+      }
+    }
+    if (values_.contains("removed") && values_.contains("budget")) {
+      throw std::invalid_argument("policy '" + text +
+                                  "': removed and budget both fix the size; give one");
+    }
+    if (const auto r = removed(); r && !(*r >= 0 && *r <= 1))
+      fail("removed", "is not within 0 and 1");
+    if (values_.contains("budget") && integer("budget", 0) < 1) fail("budget", "is below 1 row");
+  }
+
+  [[nodiscard]] const std::string& text() const noexcept { return text_; }
+  [[nodiscard]] const std::string& name() const noexcept { return name_; }
+  /// Fraction removed, if the SPEC gives one.
+  [[nodiscard]] std::optional<double> removed() const {
+    return values_.contains("removed") ? std::optional(number("removed", 0)) : std::nullopt;
+  }
+  /// Whether the SPEC says itself how much stays.
+  [[nodiscard]] bool has_size() const {
+    return name_ == "full" || values_.contains("removed") || values_.contains("budget");
+  }
+
+  /// Rows to keep of `rows`, by the SPEC's budget or fraction, else by `removed`.
+  [[nodiscard]] std::int32_t rows_to_keep(std::int32_t rows, double removed_otherwise) const {
+    if (name_ == "full") return rows;
+    if (values_.contains("budget"))
+      return std::min<std::int32_t>(rows, static_cast<std::int32_t>(integer("budget", 0)));
+    return kvtrim::rows_kept(rows, removed().value_or(removed_otherwise));
+  }
+
+  /// The policy that keeps `keep` rows. Where that is fewer than it must protect, it is made for what it protects, and
+  /// `Observation::budgets` with `keep` makes the library say so (`over_budget`).
+  ///
+  /// \throws std::invalid_argument if a value is no number, is out of range, or no known word
+  [[nodiscard]] AnyPolicy make(std::int32_t keep, kvtrim::SinkForm form_otherwise) const {
+    if (name_ == "streaming") {
+      kvtrim::StreamingSink::Params p;
+      p.sinks = integer("sinks", p.sinks);
+      p.form = word("form",
+                    form_otherwise,
+                    {{"exact", kvtrim::SinkForm::exact}, {"pages", kvtrim::SinkForm::pages}});
+      p.recent = std::max<std::int64_t>(1, keep - p.sinks);
+      return kvtrim::StreamingSink(p);
+    }
+    if (name_ == "h2o") {
+      using kvtrim::HeavyMode;
+      kvtrim::HeavyHitter::Params p;
+      p.mode = word("mode",
+                    p.mode,
+                    {{"real_drop", HeavyMode::real_drop},
+                     {"greedy", HeavyMode::greedy},
+                     {"promote", HeavyMode::promote}});
+      p.sinks = integer("sinks", p.sinks);
+      const double recent = number("recent", p.mode == HeavyMode::greedy ? 0 : 0.5);
+      if (recent < 0) fail("recent", "is negative");
+      p.recent = recent < 1 ? std::llround(recent * keep) : std::llround(recent);
+      p.heavy = std::max<std::int64_t>(0, keep - p.recent - p.sinks);
+      p.interval = integer("interval", p.interval);
+      p.grace = integer("grace", p.grace);
+      p.decay = static_cast<float>(number("decay", 1));
+      p.age_normalised = integer("age", 0) != 0;
+      p.squared = integer("squared", 0) != 0;
+      return kvtrim::HeavyHitter(p);
+    }
+    if (name_ == "snapkv") {
+      using kvtrim::Reduction;
+      kvtrim::SnapKVSelector::Params p;
+      const std::vector<std::pair<std::string_view, Reduction>> reductions{
+          {"mean", Reduction::mean}, {"sum", Reduction::sum}, {"max", Reduction::max}};
+      p.window = integer("window", p.window);
+      p.kernel = integer("kernel", p.kernel);
+      p.sinks = integer("sinks", p.sinks);
+      p.pooling = word(
+          "pool", p.pooling, {{"avg", kvtrim::Pooling::average}, {"max", kvtrim::Pooling::max}});
+      p.rows = word("rows", p.rows, reductions);
+      p.group = word("group", p.group, reductions);
+      p.columns = word("columns",
+                       p.columns,
+                       {{"candidates", kvtrim::PoolColumns::candidates},
+                        {"all", kvtrim::PoolColumns::all_columns}});
+      p.budget = std::max<std::int64_t>(keep, p.window + p.sinks);
+      return kvtrim::SnapKVSelector(p);
+    }
+    return kvtrim::Full{};
+  }
+
+ private:
+  [[noreturn]] void fail(const std::string& key, const std::string& what) const {
+    throw std::invalid_argument("policy '" + text_ + "': " + key + "=" + values_.find(key)->second +
+                                " " + what);
+  }
+  [[nodiscard]] std::int64_t integer(const std::string& key, std::int64_t otherwise) const {
+    return parse(key, otherwise, "is no whole number");
+  }
+  [[nodiscard]] double number(const std::string& key, double otherwise) const {
+    return parse(key, otherwise, "is no number");
+  }
+
+  template <class T>
+  [[nodiscard]] T parse(const std::string& key, T value, const char* what) const {
+    const auto it = values_.find(key);
+    if (it == values_.end()) return value;
+    const char* const end = it->second.data() + it->second.size();
+    const auto result = std::from_chars(it->second.data(), end, value);
+    if (result.ec != std::errc() || result.ptr != end ||
+        !(std::abs(static_cast<double>(value)) < 1e15))
+      fail(key, what);
+    return value;
+  }
+  template <class T>
+  [[nodiscard]] T word(const std::string& key,
+                       T otherwise,
+                       const std::vector<std::pair<std::string_view, T>>& words) const {
+    const auto it = values_.find(key);
+    if (it == values_.end()) return otherwise;
+    std::vector<std::string_view> names;
+    for (const auto& [name, value] : words) {
+      if (name == it->second) return value;
+      names.push_back(name);
+    }
+    fail(key, "is unknown; known are " + detail::join(names));
+  }
+
+  std::string text_;
+  std::string name_;
+  std::map<std::string, std::string> values_;
+};
+
+}  // namespace program

@@ -1,0 +1,446 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a model still knows after its KV cache was cut: facts found again (needles) and the text predicted (perplexity), by
+// policy and by the fraction of rows removed. One prefill a prompt serves all policies: the sequence is forked.
+
+#include <CLI/CLI.hpp>
+
+#include <nlohmann/json.hpp>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <iostream>
+#include <map>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "engine/gguf.hpp"
+#include "engine/llama.hpp"
+#include "engine/sampling.hpp"
+#include "engine/tokenizer.hpp"
+#include "program/console.hpp"
+#include "program/eval_data.hpp"
+#include "program/evictor.hpp"
+#include "program/policy_spec.hpp"
+
+namespace {
+
+using program::Token;
+
+struct Options {
+  std::string model, prompts, ids, text, json, mode = "aware", cache_type = "f32";
+  std::vector<std::string> policies{"full", "streaming", "h2o", "snapkv"};
+  std::vector<double> removed{0.5, 0.75, 0.9};
+  std::int32_t tokens = 0, page_size = 16, threads = 0;
+  std::size_t limit = 0, prefill = 1024, next = 256, samples = 6;
+  bool demo = false;
+};
+
+// A policy at one size, and what it did.
+struct Variant {
+  program::PolicySpec spec;
+  double removed = 0;
+  std::int64_t evictions = 0, rows = 0, rows_before = 0, live_bytes = 0, released_pages = 0,
+               bytes_moved = 0;
+  double evict_seconds = 0, decode_seconds = 0;
+  std::int64_t decoded = 0;
+  std::int32_t correct = 0, prompts = 0;
+  double log_probability = 0;
+  std::int64_t predictions = 0;
+
+  [[nodiscard]] double perplexity() const {
+    return std::exp(-log_probability / static_cast<double>(predictions));
+  }
+  [[nodiscard]] double mean(std::int64_t sum) const {
+    return evictions == 0 ? 0 : static_cast<double>(sum) / static_cast<double>(evictions);
+  }
+};
+
+constexpr std::size_t answer_tokens = 7;
+
+class Experiment {
+ public:
+  Experiment(const Options& options, std::vector<Variant> variants, std::int32_t longest)
+      : options_(options),
+        file_(options.model),
+        tokenizer_(file_),
+        model_(file_),
+        variants_(std::move(variants)),
+        cache_(cache_params(longest)),
+        evictor_(model_.shape(), cache_, needs()) {}
+
+  [[nodiscard]] std::vector<Variant>& variants() { return variants_; }
+
+  void needle(const program::Needle& prompt) {
+    const bool aware = options_.mode == "aware";
+    std::vector<Token> read = prompt.context;
+    std::vector<Token> rest = prompt.question;
+    if (aware) {
+      read.insert(read.end(), rest.begin(), rest.end() - 1);
+      rest = {rest.back()};
+    }
+    std::vector<kvtrim::SequenceId> forks;
+    with_prefix(read, [&](kvtrim::SequenceId base) {
+      for (Variant& v : variants_) forks.push_back(fork_and_evict(base, v));
+    });
+    const auto answers =
+        options_.demo ? answer_one_by_one(forks, rest) : answer_together(forks, rest);
+    for (std::size_t i = 0; i < forks.size(); ++i) {
+      variants_[i].prompts += 1;
+      variants_[i].correct +=
+          tokenizer_.decode(answers[i]).find(prompt.answer) != std::string::npos ? 1 : 0;
+      cache_.destroy(forks[i]);
+    }
+  }
+
+  void sample(const program::Sample& sample) {
+    const std::span<const Token> ids(sample.ids);
+    const auto given = ids.subspan(sample.prefill, ids.size() - sample.prefill - 1);
+    with_prefix(ids.first(sample.prefill), [&](kvtrim::SequenceId base) {
+      for (Variant& v : variants_) {
+        const kvtrim::SequenceId s = fork_and_evict(base, v);
+        run({{{s, given}}}, engine::LogitRows::all);
+        for (std::size_t i = 0; i < given.size(); ++i) {
+          const auto row = model_.logits(static_cast<Eigen::Index>(i));
+          const auto next = static_cast<std::size_t>(ids[sample.prefill + i + 1]);
+          v.log_probability += static_cast<double>(row[next]) - engine::log_sum_exp(row);
+        }
+        v.predictions += static_cast<std::int64_t>(given.size());
+        cache_.destroy(s);
+      }
+    });
+  }
+
+  [[nodiscard]] const engine::Tokenizer& tokenizer() const { return tokenizer_; }
+
+ private:
+  kvtrim::PagedCache::Params cache_params(std::int32_t longest) const {
+    kvtrim::PagedCache::Params p = model_.cache_params();
+    p.page_size = options_.page_size;
+    p.dtype = options_.cache_type == "f16"    ? kvtrim::DType::f16
+              : options_.cache_type == "bf16" ? kvtrim::DType::bf16
+                                              : kvtrim::DType::f32;
+    p.max_rows = longest + static_cast<std::int32_t>(answer_tokens) + 1;
+    p.max_sequences = static_cast<std::int32_t>(variants_.size()) + 1;
+    p.pages = p.max_sequences * kvtrim::pages_for(p.max_rows, p.page_size);
+    p.scores = true;
+    return p;
+  }
+  [[nodiscard]] program::Needs needs() const {
+    program::Needs needs;
+    for (const Variant& v : variants_) needs.add(v.spec.make(1024, kvtrim::SinkForm::exact));
+    return needs;
+  }
+
+  template <class F>
+  void with_prefix(std::span<const Token> tokens, F f) {
+    const auto base = cache_.try_create();
+    if (!base) throw std::runtime_error("no free sequence");
+    evictor_.reset(*base);
+    if (const auto status = model_.prefill(cache_, *base, tokens, evictor_.observer());
+        status != kvtrim::Status::ok) {
+      throw std::runtime_error("prefill: " + std::string(kvtrim::to_string(status)));
+    }
+    f(*base);
+    cache_.destroy(*base);
+  }
+
+  // The fork owns its pages, so that what it frees is really free.
+  kvtrim::SequenceId fork_and_evict(kvtrim::SequenceId base, Variant& v) {
+    program::check_interrupt();
+    const auto s = cache_.try_fork(base);
+    if (!s || cache_.try_make_private(*s) != kvtrim::Status::ok)
+      throw std::runtime_error("the cache has no room for a fork");
+    evictor_.fork(base, *s);
+    const std::int32_t rows = cache_.live_rows(*s);
+    const std::int32_t keep = v.spec.rows_to_keep(rows, v.removed);
+    const program::AnyPolicy policy = v.spec.make(keep, kvtrim::SinkForm::exact);
+    const std::int32_t free_before = cache_.pool().available();
+    const program::Stopwatch watch;
+    const kvtrim::Report report = evictor_.evict(policy, *s, keep);
+    v.evict_seconds += watch.seconds();
+    v.evictions += 1;
+    v.rows += cache_.live_rows(*s);
+    v.rows_before += rows;
+    v.live_bytes += program::live_bytes(cache_, *s);
+    v.released_pages += cache_.pool().available() - free_before;
+    v.bytes_moved += report.bytes_moved;
+    return *s;
+  }
+
+  void run(const std::vector<engine::Segment>& segments, engine::LogitRows rows) {
+    program::check_interrupt();
+    if (const auto status = model_.forward(cache_, segments, rows); status != kvtrim::Status::ok) {
+      throw std::runtime_error("forward: " + std::string(kvtrim::to_string(status)));
+    }
+  }
+
+  std::vector<std::vector<Token>> answer_together(const std::vector<kvtrim::SequenceId>& forks,
+                                                  const std::vector<Token>& rest) {
+    std::vector<std::vector<Token>> answers(forks.size());
+    std::vector<std::size_t> active(forks.size());
+    for (std::size_t i = 0; i < active.size(); ++i) active[i] = i;
+    for (std::size_t step = 0; step < answer_tokens && !active.empty(); ++step) {
+      std::vector<engine::Segment> segments;
+      for (const std::size_t i : active) {
+        segments.push_back({forks[i],
+                            step == 0 ? std::span<const Token>(rest)
+                                      : std::span<const Token>(&answers[i].back(), 1)});
+      }
+      run(segments, engine::LogitRows::last);
+      std::vector<std::size_t> going;
+      for (std::size_t a = 0; a < active.size(); ++a) {
+        answers[active[a]].push_back(
+            engine::greedy_token(model_.logits(static_cast<Eigen::Index>(a))));
+        if (!tokenizer_.ends_text(answers[active[a]].back())) going.push_back(active[a]);
+      }
+      active = going;
+    }
+    return answers;
+  }
+
+  std::vector<std::vector<Token>> answer_one_by_one(const std::vector<kvtrim::SequenceId>& forks,
+                                                    const std::vector<Token>& rest) {
+    std::vector<std::vector<Token>> answers;
+    for (std::size_t i = 0; i < forks.size(); ++i) {
+      const program::Stopwatch watch;
+      answers.push_back(answer_together({forks[i]}, rest).front());
+      variants_[i].decode_seconds += watch.seconds();
+      variants_[i].decoded += static_cast<std::int64_t>(answers.back().size());
+    }
+    return answers;
+  }
+
+  Options options_;
+  engine::GgufFile file_;
+  engine::Tokenizer tokenizer_;
+  engine::LlamaModel model_;
+  std::vector<Variant> variants_;
+  kvtrim::PagedCache cache_;
+  program::Evictor evictor_;
+};
+
+std::vector<Variant> make_variants(const Options& options) {
+  std::vector<Variant> variants;
+  bool full = false;
+  for (const std::string& text : options.policies) {
+    const program::PolicySpec spec(text);
+    static_cast<void>(
+        spec.make(1024, kvtrim::SinkForm::exact));  // bad values are found before the model is read
+    full = full || spec.name() == "full";
+    if (spec.has_size()) {
+      variants.push_back({spec, spec.removed().value_or(0)});
+    } else {
+      for (const double removed : options.removed) variants.push_back({spec, removed});
+    }
+  }
+  // Retention is measured against the full cache.
+  if (!full) variants.insert(variants.begin(), {program::PolicySpec("full"), 0});
+  return variants;
+}
+
+nlohmann::ordered_json to_json(const Variant& v, const Options& options, double full_perplexity) {
+  nlohmann::ordered_json line;
+  line["policy"] = v.spec.text();
+  line["mode"] = options.mode;
+  line["tokens"] = options.tokens;
+  line["removed"] = v.removed;
+  line["kept_fraction"] =
+      v.rows_before == 0 ? 1.0 : static_cast<double>(v.rows) / static_cast<double>(v.rows_before);
+  line["correct"] = v.prompts > 0 ? nlohmann::ordered_json(v.correct) : nlohmann::ordered_json();
+  line["prompts"] = v.prompts;
+  line["perplexity"] =
+      v.predictions > 0 ? nlohmann::ordered_json(v.perplexity()) : nlohmann::ordered_json();
+  line["retention"] = v.predictions > 0
+                          ? nlohmann::ordered_json(100 * full_perplexity / v.perplexity())
+                          : nlohmann::ordered_json();
+  line["live_bytes"] = std::llround(v.mean(v.live_bytes));
+  line["released_pages"] = v.mean(v.released_pages);
+  line["bytes_moved"] = std::llround(v.mean(v.bytes_moved));
+  line["evict_ms"] =
+      v.evictions == 0 ? 0 : v.evict_seconds * 1000 / static_cast<double>(v.evictions);
+  return line;
+}
+
+void print_table(const std::vector<Variant>& variants, bool timed) {
+  std::size_t width = 6;
+  double full = 0;
+  for (const Variant& v : variants) {
+    width = std::max(width, v.spec.text().size());
+    if (v.spec.name() == "full" && v.predictions > 0) full = v.perplexity();
+  }
+  const int w = static_cast<int>(width);
+  std::printf(
+      "\n%-*s  removed   rows   MiB live  pages freed  MiB moved  evict ms   found  perplexity  "
+      "retention%s\n",
+      w,
+      "policy",
+      timed ? "  tokens/s" : "");
+  for (const Variant& v : variants) {
+    std::printf("%-*s  %6.1f%%  %5.0f  %9.2f  %11.1f  %9.2f  %8.2f",
+                w,
+                v.spec.text().c_str(),
+                100 * (1 - (v.rows_before == 0 ? 1.0
+                                               : static_cast<double>(v.rows) /
+                                                     static_cast<double>(v.rows_before))),
+                v.mean(v.rows),
+                v.mean(v.live_bytes) / 1048576,
+                v.mean(v.released_pages),
+                v.mean(v.bytes_moved) / 1048576,
+                v.evictions == 0 ? 0 : 1000 * v.evict_seconds / static_cast<double>(v.evictions));
+    if (v.prompts > 0) {
+      std::printf("  %3d/%-3d", v.correct, v.prompts);
+    } else {
+      std::printf("       -");
+    }
+    if (v.predictions > 0) {
+      std::printf("  %10.3f  %8.1f%%", v.perplexity(), 100 * full / v.perplexity());
+    } else {
+      std::printf("           -          -");
+    }
+    if (timed && v.decode_seconds > 0)
+      std::printf("  %8.1f", static_cast<double>(v.decoded) / v.decode_seconds);
+    std::printf("\n");
+  }
+  std::fflush(stdout);
+}
+
+int evaluate(Options options) {
+  if (options.demo) {
+    options.prompts = options.prompts.empty() ? KVTRIM_EVAL_DATA "/needle.jsonl" : options.prompts;
+    options.ids = options.ids.empty() ? KVTRIM_EVAL_DATA "/perplexity.jsonl" : options.ids;
+    if (options.tokens == 0) options.tokens = 1024;
+    if (options.limit == 0) options.limit = 8;
+    options.samples = std::min<std::size_t>(options.samples, 2);
+    options.policies.emplace_back(
+        "snapkv:rows=max,group=max,pool=max,kernel=15,columns=all,sinks=4");
+  }
+  if (options.prompts.empty() && options.ids.empty() && options.text.empty()) {
+    throw std::runtime_error("nothing to do: give --prompts, --ids or --text (see --help)");
+  }
+  for (const double r : options.removed) {
+    if (!(r >= 0 && r <= 1))
+      throw std::runtime_error("--removed " + std::to_string(r) + " is not within 0 and 1");
+  }
+  if (options.threads > 0) omp_set_num_threads(options.threads);
+  std::vector<program::Needle> needles;
+  std::vector<program::Sample> samples;
+  if (!options.prompts.empty())
+    needles = program::read_needles(options.prompts, options.tokens, options.limit);
+  if (!options.ids.empty()) samples = program::read_samples(options.ids, options.samples);
+  std::optional<program::OutputFile> json;
+  if (!options.json.empty()) json.emplace(options.json);
+  std::vector<Variant> variants = make_variants(options);
+  program::catch_interrupt();
+
+  std::size_t longest = options.text.empty() ? 0 : options.prefill + options.next;
+  for (const auto& n : needles) longest = std::max(longest, n.context.size() + n.question.size());
+  for (const auto& s : samples) longest = std::max(longest, s.ids.size());
+  std::printf("reading %s ...\n", options.model.c_str());
+  std::fflush(stdout);
+  Experiment experiment(options, std::move(variants), static_cast<std::int32_t>(longest));
+  if (!options.text.empty()) {
+    const auto cut =
+        program::cut_samples(experiment.tokenizer().encode(program::read_file(options.text), false),
+                             options.prefill,
+                             options.next,
+                             options.samples);
+    samples.insert(samples.end(), cut.begin(), cut.end());
+  }
+  std::printf("%zu policies and sizes, %zu prompts (%s), %zu samples, %d threads\n",
+              experiment.variants().size(),
+              needles.size(),
+              options.mode.c_str(),
+              samples.size(),
+              omp_get_max_threads());
+  std::fflush(stdout);
+
+  program::Progress progress;
+  const program::Stopwatch watch;
+  const std::size_t steps = needles.size() + samples.size();
+  for (std::size_t i = 0; i < steps; ++i) {
+    program::check_interrupt();
+    const bool is_needle = i < needles.size();
+    progress.show((is_needle
+                       ? "prompt " + std::to_string(i + 1) + " of " + std::to_string(needles.size())
+                       : "sample " + std::to_string(i - needles.size() + 1) + " of " +
+                             std::to_string(samples.size())) +
+                  ", " + std::to_string(std::lround(watch.seconds())) + " s");
+    if (is_needle) {
+      experiment.needle(needles[i]);
+    } else {
+      experiment.sample(samples[i - needles.size()]);
+    }
+    if (options.demo && is_needle) {
+      progress.clear();
+      std::printf("prompt %zu/%zu, %.0f s: found so far:", i + 1, needles.size(), watch.seconds());
+      for (const Variant& v : experiment.variants()) std::printf(" %d", v.correct);
+      std::printf("\n");
+      std::fflush(stdout);
+    }
+  }
+  progress.clear();
+  print_table(experiment.variants(), options.demo);
+  if (json) {
+    double full = 0;
+    for (const Variant& v : experiment.variants()) {
+      if (v.spec.name() == "full" && v.predictions > 0) full = v.perplexity();
+    }
+    for (const Variant& v : experiment.variants())
+      json->stream() << to_json(v, options, full).dump() << '\n';
+    json->commit();
+  }
+  if (options.demo) {
+    std::printf(
+        "\nremoved: share of the prompt's KV rows evicted once, after the prefill. found: answers "
+        "found by the model afterwards.\n"
+        "retention: 100 x perplexity of the full cache / perplexity. pages freed: pages of %d "
+        "rows, all layers, back in the pool.\n",
+        options.page_size);
+  }
+  return 0;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  Options o;
+  CLI::App app("What a language model still knows after a policy evicted part of its KV cache.");
+  app.add_option("--model", o.model, "GGUF file of a Llama model")->required();
+  app.add_option("--prompts", o.prompts, "needle prompts, JSON lines: answers found");
+  app.add_option("--ids", o.ids, "token ids, JSON lines with prefill and ids: perplexity");
+  app.add_option("--text", o.text, "text file: perplexity of samples cut from it");
+  app.add_option("--policy",
+                 o.policies,
+                 "SPEC ...: full, streaming, h2o, snapkv, with :key=value,... (see the README)")
+      ->capture_default_str();
+  app.add_option("--removed", o.removed, "fractions removed, for policies that name no size")
+      ->delimiter(',')
+      ->capture_default_str();
+  app.add_option(
+         "--mode", o.mode, "aware: the question is read before the eviction; agnostic: after")
+      ->check(CLI::IsMember({"aware", "agnostic"}))
+      ->capture_default_str();
+  app.add_option("--tokens", o.tokens, "only prompts of this length; 0: all")
+      ->capture_default_str();
+  app.add_option("--limit", o.limit, "at most so many prompts; 0: all")->capture_default_str();
+  app.add_option("--prefill", o.prefill, "tokens read of each sample of --text")
+      ->capture_default_str();
+  app.add_option("--next", o.next, "tokens predicted of each sample of --text")
+      ->capture_default_str();
+  app.add_option("--samples", o.samples, "at most so many samples")->capture_default_str();
+  app.add_option("--json", o.json, "write JSON lines here, at the end");
+  app.add_option("--cache-type", o.cache_type, "type of cached keys and values")
+      ->check(CLI::IsMember({"f32", "f16", "bf16"}))
+      ->capture_default_str();
+  app.add_option("--page-size", o.page_size, "rows a page")
+      ->check(CLI::Range(1, 4096))
+      ->capture_default_str();
+  app.add_option("--threads", o.threads, "threads; 0: all cores")->capture_default_str();
+  app.add_flag(
+      "--demo", o.demo, "the README's demonstration: few prompts, four policies at three sizes");
+  CLI11_PARSE(app, argc, argv);
+  return program::run("retention", [&] { return evaluate(o); });
+}
