@@ -33,7 +33,7 @@ namespace detail {
   std::int64_t kept_units = one - detail::decimal_units(removed);
   if (kept_units < 0) { kept_units = 0; }
   if (kept_units > one) { kept_units = one; }
-  const std::int64_t kept = (2 * rows * kept_units + one) / (2 * one);
+  const std::int64_t kept = (std::int64_t{2} * rows * kept_units + one) / (2 * one);
   if (rows < 1) { return 0; }
   return static_cast<std::int32_t>(kept < 1 ? 1 : kept);
 }
@@ -58,6 +58,13 @@ template <class B>
 concept Budget = requires(const B& b, std::int32_t live) {
   { b.rows(live) } noexcept -> std::convertible_to<std::int32_t>;
 };
+
+namespace detail {
+struct BudgetArchetype {
+  [[nodiscard]] constexpr std::int32_t rows(std::int32_t live) const noexcept { return live; }
+};
+static_assert(Budget<BudgetArchetype>);
+}  // namespace detail
 
 /// A number of rows.
 struct FixedBudget {

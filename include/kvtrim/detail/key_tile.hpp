@@ -22,10 +22,23 @@
 
 namespace kvtrim::detail {
 
+/// Floats of a tile, where its rows are not at their least.
+inline constexpr std::int32_t tile_floats = 30'720;
+
 /// Rows of a tile: a multiple of every register block of Eigen's product (12, 24, 48), 240 up to head_dim 128.
 [[nodiscard]] constexpr std::int32_t tile_rows(std::int32_t head_dim) noexcept {
-  const std::int32_t fitting = 30'720 / (head_dim < 1 ? 1 : head_dim) / 48 * 48;
+  const std::int32_t fitting = tile_floats / (head_dim < 1 ? 1 : head_dim) / 48 * 48;
   return fitting < 48 ? 48 : fitting > 240 ? 240 : fitting;
+}
+
+/// Largest of f(dim) over the head dims up to `head_dim`, where f grows between two of them with tiles of equal height.
+template <class F>
+[[nodiscard]] std::size_t largest_need(std::int32_t head_dim, F&& f) noexcept {
+  std::size_t most = f(head_dim);
+  for (std::int32_t rows = tile_rows(head_dim); rows < 240; rows += 48) {
+    most = std::max(most, f(tile_floats / (rows + 48)));  // the last dim with taller tiles
+  }
+  return most;
 }
 
 /// Query rows of one product: all rows are cut into blocks of this many.

@@ -46,8 +46,7 @@ inline void accumulate_probabilities(const AccumulateParams& params,
     float& sum = view.score_sums.at<float>(s, l, h, r);
     float& compensation = view.score_compensations.at<float>(s, l, h, r);
     if (params.decay != 1.0F) {
-      sum *= params.decay;
-      compensation *= params.decay;
+      scale_compensated(sum, compensation, static_cast<double>(params.decay));
     }
     add_compensated(sum, compensation, p * share);
   }

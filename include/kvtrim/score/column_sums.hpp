@@ -77,11 +77,9 @@ inline void accumulate_column_sums(const AccumulateParams& params,
   const float share = 1.0F / static_cast<float>(group);
   const auto index = [](std::int64_t i) { return static_cast<std::size_t>(i); };
   const auto decay_after = [&](std::int32_t i) {
-    return params.decay == 1.0F
-               ? 1.0F
-               : static_cast<float>(std::pow(static_cast<double>(params.decay), count - 1 - i));
+    return params.decay == 1.0F ? 1.0 : std::pow(static_cast<double>(params.decay), count - 1 - i);
   };
-  const float decay_all = params.decay == 1.0F ? 1.0F : decay_after(-1);
+  const double decay_all = decay_after(-1);
 
   detail::for_each_key_tile(view, s, l, h, mem.tiles, [&](std::int32_t first, std::int32_t rows) {
     Position oldest{std::numeric_limits<std::int32_t>::max()};
@@ -91,10 +89,11 @@ inline void accumulate_column_sums(const AccumulateParams& params,
       newest = std::max(newest, mem.tiles.positions[index(t)]);
     }
     Eigen::Map<Eigen::ArrayXf> partial(mem.partial.data(), height);
-    if (decay_all != 1.0F) {
+    if (decay_all != 1.0) {
       for (std::int32_t t = 0; t < rows; ++t) {
-        view.score_sums.at<float>(s, l, h, first + t) *= decay_all;
-        view.score_compensations.at<float>(s, l, h, first + t) *= decay_all;
+        scale_compensated(view.score_sums.at<float>(s, l, h, first + t),
+                          view.score_compensations.at<float>(s, l, h, first + t),
+                          decay_all);
       }
     }
     const auto flush = [&] {
@@ -140,7 +139,7 @@ inline void accumulate_column_sums(const AccumulateParams& params,
               if (mem.tiles.positions[index(t)] > position) { column[t] = 0; }
             }
           }
-          partial += column * decay_after(begin + i);
+          partial += column * static_cast<float>(decay_after(begin + i));
           if (i % 32 == 31) {  // short fp32 sums only: the long one is compensated
             flush();
             partial.setZero();

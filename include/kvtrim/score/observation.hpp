@@ -76,11 +76,11 @@ struct QueryBlock {
 
 /// What a plan may look at beside the cache.
 struct Observation {
-  QueryBlock queries;    ///< for policies that score by the prompt's last queries
-  SequencePlane scores;  ///< ready-made fp32 scores by row, used in place of the policy's scorer
+  QueryBlock queries{};    ///< for policies that score by the prompt's last queries
+  SequencePlane scores{};  ///< ready-made fp32 scores by row, used in place of the policy's scorer
   const std::int32_t* budgets =
       nullptr;         ///< rows to keep, in place of the policy's own budget; null: the policy's
-  RowMap budget_rows;  ///< index of (sequence, layer, KV head) in `budgets`
+  RowMap budget_rows{};  ///< index of (sequence, layer, KV head) in `budgets`
 
   /// Budget given for (sequence, layer, KV head); -1: none.
   [[nodiscard]] std::int32_t budget(SequenceId s, LayerId l, HeadId h) const noexcept {

@@ -16,7 +16,8 @@
 
 namespace kvtrim {
 
-/// What the size of a workspace depends on. Every field is an upper bound.
+/// What the size of a workspace depends on. Every field is an upper bound, but `kv_heads`: fewer of them mean larger
+/// groups of query heads.
 struct PlanShape {
   std::int32_t sequences = 1;            ///< sequences of the view
   std::int32_t layers = 1;               ///< layers of the view
@@ -55,6 +56,23 @@ concept Scorer = std::is_trivially_copyable_v<S> && requires(const S& s,
   { s.check(view, obs) } noexcept -> std::same_as<Status>;
   { s.score(view, seq, l, h, obs, scratch, out) } noexcept -> std::same_as<void>;
 };
+
+namespace detail {
+struct ScorerArchetype {
+  [[nodiscard]] std::size_t scratch_bytes(const PlanShape&) const noexcept { return 0; }
+  [[nodiscard]] Status check(const CacheView&, const Observation&) const noexcept {
+    return Status::ok;
+  }
+  void score(const CacheView&,
+             SequenceId,
+             LayerId,
+             HeadId,
+             const Observation&,
+             std::span<std::byte>,
+             std::span<float>) const noexcept {}
+};
+static_assert(Scorer<ScorerArchetype>);
+}  // namespace detail
 
 /// The scorer made from a parameter struct: specialised beside each scorer, so that policies need not include Eigen.
 template <class Params>

@@ -29,8 +29,9 @@ namespace kvtrim {
 /// \par Shapes
 /// queries [query heads, at most window rows, head_dim], fp32; scores [live rows]
 /// \par Ties
-/// none broken here. NaN: a key that is not finite takes no part and scores NaN; a query or LSE that is not finite
-/// has no vote; without any vote all scores are NaN
+/// none broken here. NaN: a key that is not finite takes no part and scores NaN; a query or LSE that is not finite has
+/// no vote, nor has, without an LSE, a query that sees no live row or whose logits overflow; without any vote all scores
+/// are NaN
 /// \par Complexity
 /// O(query rows * live rows * head_dim) time; no allocation. The score of a row does not change by a bit with page
 /// size, page placement, batch or thread
@@ -44,22 +45,25 @@ class WindowScorer {
 
   /// Working space of one call.
   [[nodiscard]] std::size_t scratch_bytes(const PlanShape& shape) const noexcept {
-    Arena arena;
     const std::int32_t group = shape.kv_heads > 0 ? shape.query_heads / shape.kv_heads : 0;
-    const auto unused = Layout::take(arena,
-                                     shape.max_rows,
-                                     std::max(1, group),
-                                     std::max(1, std::min(shape.query_rows, params_.window)),
-                                     std::max(1, shape.head_dim));
-    static_cast<void>(unused);
-    return arena.bytes();
+    return detail::largest_need(std::max(1, shape.head_dim), [&](std::int32_t head_dim) {
+      Arena arena;
+      const auto unused = Layout::take(arena,
+                                       shape.max_rows,
+                                       std::max(1, group),
+                                       std::max(1, std::min(shape.query_rows, params_.window)),
+                                       head_dim);
+      static_cast<void>(unused);
+      return arena.bytes();
+    });
   }
 
-  /// `bad_observation` without queries, or when their heads are no multiple of the KV heads, or keys are not readable.
+  /// `bad_observation` without queries (no rows at all need no data), or when their heads are no multiple of the KV
+  /// heads, or keys are not readable.
   [[nodiscard]] Status check(const CacheView& view, const Observation& obs) const noexcept {
     const QueryBlock& q = obs.queries;
-    const bool fits =
-        q.data != nullptr && q.query_heads >= view.kv_heads && q.query_heads % view.kv_heads == 0;
+    const bool given = q.data != nullptr || (q.rows == 0 && q.row_counts == nullptr);
+    const bool fits = given && q.query_heads >= view.kv_heads && q.query_heads % view.kv_heads == 0;
     return fits && readable(view.k.dtype) ? Status::ok : Status::bad_observation;
   }
 
@@ -80,7 +84,7 @@ class WindowScorer {
     const std::int32_t given = block.count(s);
     const std::int32_t votes = std::min(given, params_.window);
     std::fill(out.begin(), out.end(), 0.0F);
-    if (live == 0) { return; }
+    if (live <= params_.window) { return; }  // all columns are the window's own
     Arena arena(scratch);
     const Layout mem = Layout::take(arena, live, group, std::max(1, votes), view.k.head_dim);
     KVTRIM_ASSERT(arena.ok());
@@ -91,9 +95,9 @@ class WindowScorer {
     }
     load_queries(view, s, l, h, block, given - votes, votes, mem);
     if (block.lse != nullptr) {
-      attend_with_lse(view, s, l, h, block, votes, mem);
+      attend_with_lse(view, s, l, h, block, votes, group, mem);
     } else {
-      attend_with_sums(view, s, l, h, block, votes, mem);
+      attend_with_sums(view, s, l, h, block, votes, group, mem);
     }
     pool_columns(view, s, l, h, state, live, mem, out);
   }
@@ -208,10 +212,11 @@ class WindowScorer {
                        HeadId h,
                        const QueryBlock& block,
                        std::int32_t votes,
+                       std::int32_t group,
                        const Layout& mem) const noexcept {
     const std::int32_t dim = view.k.head_dim;
     const std::int32_t height = detail::tile_rows(dim);
-    const std::int32_t used = block.query_heads / view.kv_heads * votes;
+    const std::int32_t used = group * votes;
     const float scale = detail::scale_of(block, dim);
     detail::for_each_key_tile(
         view, s, l, h, mem.tiles, [&](std::int32_t first, std::int32_t count) {
@@ -226,7 +231,7 @@ class WindowScorer {
             if (masked) { mask(column, mem, count, mem.query_positions[index(q % votes)], 0.0F); }
             mem.maxima[index(q)] = 1.0F;
           }
-          reduce_tile(tile, mem.maxima.data(), height, votes, used / votes, mem, first, count);
+          reduce_tile(tile, mem.maxima.data(), height, votes, group, mem, first, count);
         });
   }
 
@@ -236,10 +241,11 @@ class WindowScorer {
                         HeadId h,
                         const QueryBlock& block,
                         std::int32_t votes,
+                        std::int32_t group,
                         const Layout& mem) const noexcept {
     const std::int32_t dim = view.k.head_dim;
     const std::int32_t height = detail::tile_rows(dim);
-    const std::int32_t used = block.query_heads / view.kv_heads * votes;
+    const std::int32_t used = group * votes;
     const float scale = detail::scale_of(block, dim);
     constexpr float lowest = -1e30F;
     std::fill(mem.maxima.begin(), mem.maxima.end(), lowest);
@@ -278,6 +284,11 @@ class WindowScorer {
           }
           ++tiles;
         });
+    // No live row seen, or logits that overflow: no vote, where dividing would make every row NaN.
+    for (std::int32_t q = 0; q < used; ++q) {
+      const double sum = mem.sums[index(q)];
+      if (!(sum > 0 && sum < std::numeric_limits<double>::infinity())) { mem.votes[index(q)] = 0; }
+    }
     const std::int32_t live = view.live_rows(s, l, h);
     for (std::int32_t t = 0; t < tiles; ++t) {
       for (std::int32_t q = 0; q < used; ++q) {
@@ -291,7 +302,7 @@ class WindowScorer {
       for (std::int32_t i = 0; i < count; ++i) {
         mem.tiles.bad[index(i)] = mem.pooled[index(first + i)] != 0 ? 1 : 0;
       }
-      reduce_tile(tile_at(t), maxima_at(t), height, votes, used / votes, mem, first, count);
+      reduce_tile(tile_at(t), maxima_at(t), height, votes, group, mem, first, count);
     }
   }
 

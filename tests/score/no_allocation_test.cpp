@@ -1,0 +1,188 @@
+// SPDX-License-Identifier: Apache-2.0
+// Counts what malloc and its kin are asked for while scores are made: operator new, and Eigen's aligned memory too,
+// end there. A sanitizer has a malloc of its own, so these tests are only there without one.
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#  define KVTRIM_TEST_COUNTS_MALLOC 0
+#elif defined(__has_feature)
+#  if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer) || \
+      __has_feature(memory_sanitizer)
+#    define KVTRIM_TEST_COUNTS_MALLOC 0
+#  endif
+#endif
+
+#include "score_fixture.hpp"
+
+#if !defined(KVTRIM_TEST_COUNTS_MALLOC)
+#  if defined(__GLIBC__)
+#    define KVTRIM_TEST_COUNTS_MALLOC 1
+#  else
+#    define KVTRIM_TEST_COUNTS_MALLOC 0
+#  endif
+#endif
+
+#if KVTRIM_TEST_COUNTS_MALLOC
+
+#  include <kvtrim/evict/apply.hpp>
+#  include <kvtrim/policy/snapkv_selector.hpp>
+#  include <kvtrim/score/accumulate.hpp>
+#  include <kvtrim/score/column_sums.hpp>
+#  include <kvtrim/score/external.hpp>
+#  include <kvtrim/score/query_ring.hpp>
+#  include <kvtrim/score/window.hpp>
+#  include <kvtrim/select/top_k.hpp>
+
+#  include "catch.hpp"
+
+#  include <Eigen/Core>
+
+#  include <cerrno>
+#  include <cstddef>
+#  include <cstdint>
+#  include <memory>
+#  include <vector>
+
+namespace {
+
+thread_local bool counting = false;
+thread_local std::int64_t allocations = 0;
+
+void count() {
+  if (counting) { ++allocations; }
+}
+
+// Allocations of f().
+template <class F>
+std::int64_t allocations_of(F&& f) {
+  allocations = 0;
+  counting = true;
+  f();
+  counting = false;
+  return allocations;
+}
+
+}  // namespace
+
+extern "C" {
+void* __libc_malloc(std::size_t);
+void* __libc_calloc(std::size_t, std::size_t);
+void* __libc_realloc(void*, std::size_t);
+void* __libc_memalign(std::size_t, std::size_t);
+
+void* malloc(std::size_t n) noexcept {
+  count();
+  return __libc_malloc(n);
+}
+void* calloc(std::size_t n, std::size_t size) noexcept {
+  count();
+  return __libc_calloc(n, size);
+}
+void* realloc(void* p, std::size_t n) noexcept {
+  count();
+  return __libc_realloc(p, n);
+}
+void* memalign(std::size_t alignment, std::size_t n) noexcept {
+  count();
+  return __libc_memalign(alignment, n);
+}
+void* aligned_alloc(std::size_t alignment, std::size_t n) noexcept {
+  count();
+  return __libc_memalign(alignment, n);
+}
+int posix_memalign(void** p, std::size_t alignment, std::size_t n) noexcept {
+  count();
+  *p = __libc_memalign(alignment, n);
+  return *p == nullptr ? ENOMEM : 0;
+}
+}
+
+using namespace score_test;
+
+TEST_CASE("no_allocation: the counter sees new, aligned new and Eigen's products",
+          "[no_allocation]") {
+  CHECK(allocations_of([] { delete std::make_unique<std::vector<int>>(3).release(); }) >= 1);
+  struct alignas(64) Wide {
+    float x[16];
+  };
+  CHECK(allocations_of([] { delete std::make_unique<Wide>().release(); }) >= 1);
+  const Eigen::MatrixXf a = Eigen::MatrixXf::Ones(300, 300);
+  Eigen::MatrixXf b = Eigen::MatrixXf::Ones(300, 300);
+  CHECK(allocations_of([&] { b.noalias() += a * a; }) >= 1);
+  CHECK(allocations_of([] {}) == 0);
+}
+
+TEST_CASE("no_allocation: scores, sums and selection allocate nothing", "[no_allocation]") {
+  // 16 query heads a KV head, 32 rows of them: 512 query rows of up to 1 KiB.
+  for (const std::int32_t dim : {64, 256}) {
+    for (const DType dtype : {DType::f32, DType::f16, DType::bf16}) {
+      const Data d = make_data(1, 16, dim, 300, 60);
+      for (const bool ordered : {true, false}) {
+        CacheOptions o{.dtype = dtype, .page_size = 16, .scores = true};
+        if (!ordered) { o.order = shuffled(300, 61); }
+        TestCache cache(d, o);
+        const CacheView view = cache.view();
+        const Queries with_lse(d, 268, 32, LseForm::natural);
+        const Queries without(d, 268, 32, LseForm::computed);
+        for (const QueryBlock& block : {with_lse.block, without.block}) {
+          Observation obs;
+          obs.queries = block;
+          const WindowScorer scorer({.window = 32, .kernel = 5});
+          std::vector<std::byte> scratch(scorer.scratch_bytes(plan_shape(view, obs)));
+          std::vector<float> out(300);
+          CHECK(allocations_of([&] {
+                  scorer.score(view, SequenceId{0}, LayerId{0}, HeadId{0}, obs, scratch, out);
+                }) == 0);
+
+          const SnapKVSelector policy({.window = 32, .budget = 100});
+          std::vector<std::byte> workspace(plan_workspace_bytes(policy, plan_shape(view, obs)));
+          Status status = Status::stale_plan;
+          CHECK(allocations_of([&] { status = plan(policy, view, obs, workspace).status(); }) == 0);
+          CHECK(status == Status::ok);
+        }
+        std::vector<std::byte> scratch(column_sums_scratch_bytes(dim));
+        CHECK(allocations_of([&] {
+                accumulate_column_sums({.decay = 0.9F, .squared = true},
+                                       view,
+                                       SequenceId{0},
+                                       LayerId{0},
+                                       HeadId{0},
+                                       with_lse.block,
+                                       LayerId{0},
+                                       scratch);
+              }) == 0);
+        const std::vector<float> p(16 * 300, 0.01F);
+        std::vector<float> out(300);
+        CHECK(allocations_of([&] {
+                accumulate_probabilities(
+                    {}, view, SequenceId{0}, LayerId{0}, HeadId{0}, {p.data(), 16, 300});
+                AccumulatedScorer({.age_normalised = true})
+                    .score(view, SequenceId{0}, LayerId{0}, HeadId{0}, {}, {}, out);
+              }) == 0);
+      }
+    }
+  }
+}
+
+TEST_CASE("no_allocation: pooling, keys, top_k, external scores and rings allocate nothing",
+          "[no_allocation]") {
+  const Data d = make_data(1, 1, 64, 64, 62);
+  std::vector<float> out(4096);
+  std::vector<std::uint32_t> keys(4096);
+  std::vector<std::int32_t> kept(1000);
+  Observation obs;
+  obs.scores = SequencePlane::dense(const_cast<float*>(d.keys.data()), 1, 1, 4096);
+  QueryRing ring({.head_dim = 64, .window = 32});
+  const std::vector<Position> positions(64);
+  CHECK(allocations_of([&] {
+          pool(d.keys, Pooling::average, 15, out);
+          pool(d.keys, Pooling::max, 15, out);
+          static_cast<void>(order_keys(out, keys));
+          top_k(keys, kept);
+          ExternalScorer{}.score({}, SequenceId{0}, LayerId{0}, HeadId{0}, obs, {}, out);
+          ring.push(SequenceId{0}, LayerId{0}, 64, d.queries.data(), positions.data());
+          static_cast<void>(ring.queries());
+          ring.fork(SequenceId{0}, SequenceId{0});
+          ring.reset(SequenceId{0});
+        }) == 0);
+}
+
+#endif
