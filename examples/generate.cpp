@@ -3,6 +3,7 @@
 
 #include <CLI/CLI.hpp>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdio>
 #include <iostream>
@@ -32,18 +33,27 @@ int generate(const Options& o) {
   const program::PolicySpec spec(o.policy);
   if (!spec.has_size())
     throw std::runtime_error("policy '" + o.policy + "' needs a size: removed=0.5 or budget=256");
+  static_cast<void>(
+      spec.make(1024, kvtrim::SinkForm::pages));  // bad values are found before the model is read
+  engine::TopPSampler sample(o.sampling);
   std::string text = o.prompt_file.empty() ? o.prompt : program::read_file(o.prompt_file);
-  if (text.empty()) throw std::runtime_error("the prompt is empty");
+  if (text.empty())
+    throw std::runtime_error("the prompt is empty: give --prompt or --prompt-file some text");
   if (o.threads > 0) omp_set_num_threads(o.threads);
   program::catch_interrupt();
 
   const engine::GgufFile file(o.model);
   const engine::Tokenizer tokenizer(file);
-  engine::LlamaModel model(file);
   if (o.chat) text = engine::apply_chat_template(file, text);
   std::vector<std::int32_t> prompt = tokenizer.encode(text, o.chat);
   if (tokenizer.add_bos()) prompt.insert(prompt.begin(), tokenizer.bos());
   const auto length = static_cast<std::int32_t>(prompt.size());
+  if (const std::int32_t context = engine::read_llama_shape(file).context; length > context) {
+    throw std::runtime_error("the prompt of " + std::to_string(length) +
+                             " tokens is longer than the model's context of " +
+                             std::to_string(context));
+  }
+  engine::LlamaModel model(file);
   const std::int32_t keep = spec.rows_to_keep(length, 0);
   const program::AnyPolicy policy = spec.make(keep, kvtrim::SinkForm::pages);
   // SnapKV looks once, at the end of the prompt; the others hold the size while tokens come.
@@ -56,7 +66,8 @@ int generate(const Options& o) {
                                           : kvtrim::DType::f32;
   params.unrotated_keys = o.in_cache && params.dtype != kvtrim::DType::f32;
   params.scores = true;
-  params.max_rows = length + o.tokens + 1;
+  // In every position mode, live rows have different rope positions within the context.
+  params.max_rows = std::min(length + o.tokens, model.shape().context) + 1;
   params.pages = kvtrim::pages_for(params.max_rows, o.page_size) + 1;
   kvtrim::PagedCache cache(params);
   program::Needs needs;
@@ -80,6 +91,8 @@ int generate(const Options& o) {
     if (status != kvtrim::Status::ok)
       throw std::runtime_error("the cache: " + std::string(kvtrim::to_string(status)));
   };
+  program::Progress progress;
+  progress.show("reading a prompt of " + std::to_string(length) + " tokens");
   const program::Stopwatch prefill_watch;
   checked(model.prefill(cache, *sequence, prompt, evictor.observer()));
   const double prefill_seconds = prefill_watch.seconds();
@@ -89,21 +102,30 @@ int generate(const Options& o) {
     total.released_pages += r.released_pages;
     total.bytes_moved += r.bytes_moved;
   };
+  progress.clear();
 
-  engine::TopPSampler sample(o.sampling);
   const program::Stopwatch watch;
   std::int32_t made = 0;
+  bool context_full = false;
   while (made < o.tokens) {
     program::check_interrupt();
     const std::int32_t token = sample(model.logits(0));
     if (tokenizer.ends_text(token)) break;
     std::cout << tokenizer.decode({&token, 1}) << std::flush;
     if (++made == o.tokens) break;
+    context_full = cache.next_rope_position(*sequence) >= model.shape().context;
+    if (context_full) break;
     const engine::Segment segment{*sequence, {&token, 1}};
     checked(model.forward(cache, {&segment, 1}, engine::LogitRows::last, evictor.observer()));
     if (goes_on) note(evictor.evict(policy, *sequence, keep, plan));
   }
   std::cout << std::endl;
+  if (context_full) {
+    std::fprintf(stderr,
+                 "\nstopped: the model's context of %d tokens is full%s\n",
+                 model.shape().context,
+                 o.in_cache ? "" : " (with --in-cache, streaming and h2o go on)");
+  }
   const double mib = 1048576;
   std::fprintf(stderr,
                "\nprompt %d tokens in %.1f s; %d tokens generated, %.1f tokens/s; policy %s\n"
@@ -137,7 +159,7 @@ int main(int argc, char** argv) {
   app.add_option(
          "--policy",
          o.policy,
-         "SPEC: full, or streaming, h2o, snapkv with :removed=0.5 or :budget=256 (see the README)")
+         "SPEC: full, or streaming, h2o, snapkv with :removed=0.5 or :budget=256 (see below)")
       ->capture_default_str();
   app.add_option("--tokens", o.tokens, "at most so many new tokens")
       ->check(CLI::Range(0, 1 << 20))
@@ -158,7 +180,10 @@ int main(int argc, char** argv) {
   app.add_option("--page-size", o.page_size, "rows a page")
       ->check(CLI::Range(1, 4096))
       ->capture_default_str();
-  app.add_option("--threads", o.threads, "threads; 0: all cores")->capture_default_str();
+  app.add_option("--threads", o.threads, "threads; 0: all cores")
+      ->check(CLI::Range(0, 4096))
+      ->capture_default_str();
+  app.footer(std::string("\n") + program::spec_help);
   CLI11_PARSE(app, argc, argv);
   return program::run("generate", [&] { return generate(o); });
 }

@@ -10,10 +10,11 @@
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
-#include <iostream>
-#include <map>
+#include <initializer_list>
 #include <optional>
+#include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "engine/gguf.hpp"
@@ -38,10 +39,33 @@ struct Options {
   bool demo = false;
 };
 
+// What the model is asked.
+struct Texts {
+  std::vector<program::Needle> needles;
+  std::vector<program::Sample> samples;
+
+  [[nodiscard]] std::size_t longest() const {
+    std::size_t most = 0;
+    for (const auto& n : needles) most = std::max(most, n.context.size() + n.question.size());
+    for (const auto& s : samples) most = std::max(most, s.ids.size());
+    return most;
+  }
+  // Tokens of a prompt, or of a sample where there is no prompt; none where they differ.
+  [[nodiscard]] std::optional<std::size_t> length() const {
+    std::vector<std::size_t> lengths;
+    for (const auto& n : needles) lengths.push_back(n.context.size() + n.question.size());
+    if (needles.empty()) {
+      for (const auto& s : samples) lengths.push_back(s.ids.size());
+    }
+    const auto [low, high] = std::minmax_element(lengths.begin(), lengths.end());
+    return low != lengths.end() && *low == *high ? std::optional(*low) : std::nullopt;
+  }
+};
+
 // A policy at one size, and what it did.
 struct Variant {
   program::PolicySpec spec;
-  double removed = 0;
+  std::optional<double> removed;  // none: the SPEC gives a budget
   std::int64_t evictions = 0, rows = 0, rows_before = 0, live_bytes = 0, released_pages = 0,
                bytes_moved = 0;
   double evict_seconds = 0, decode_seconds = 0;
@@ -60,16 +84,56 @@ struct Variant {
 
 constexpr std::size_t answer_tokens = 7;
 
+// What all variants ask to be observed.
+program::Needs needs_of(const std::vector<Variant>& variants) {
+  program::Needs needs;
+  for (const Variant& v : variants) needs.add(v.spec.make(1024, kvtrim::SinkForm::exact));
+  return needs;
+}
+
+// Throws where a text is not for this model: before the work, not in the middle of it.
+void check_texts(const Texts& texts, const engine::LlamaShape& shape) {
+  const auto check = [&](const std::string& name,
+                         std::initializer_list<std::span<const Token>> parts,
+                         std::size_t positions) {
+    if (positions > static_cast<std::size_t>(shape.context)) {
+      throw std::runtime_error(name + " needs " + std::to_string(positions) +
+                               " positions, more than the model's context of " +
+                               std::to_string(shape.context));
+    }
+    for (const auto part : parts) {
+      for (const Token token : part) {
+        if (token >= 0 && token < shape.vocabulary) continue;
+        throw std::runtime_error(name + ": token " + std::to_string(token) +
+                                 " is outside the model's vocabulary of " +
+                                 std::to_string(shape.vocabulary));
+      }
+    }
+  };
+  for (const auto& n : texts.needles) {
+    check("prompt " + n.id,
+          {n.context, n.question},
+          n.context.size() + n.question.size() + answer_tokens - 1);
+  }
+  for (std::size_t i = 0; i < texts.samples.size(); ++i) {
+    const auto& ids = texts.samples[i].ids;
+    check("sample " + std::to_string(i + 1), {ids}, ids.size() - 1);
+  }
+}
+
 class Experiment {
  public:
-  Experiment(const Options& options, std::vector<Variant> variants, std::int32_t longest)
+  Experiment(const Options& options,
+             const engine::GgufFile& file,
+             const engine::Tokenizer& tokenizer,
+             std::vector<Variant> variants,
+             std::size_t longest)
       : options_(options),
-        file_(options.model),
-        tokenizer_(file_),
-        model_(file_),
+        tokenizer_(tokenizer),
+        model_(file),
         variants_(std::move(variants)),
         cache_(cache_params(longest)),
-        evictor_(model_.shape(), cache_, needs()) {}
+        evictor_(model_.shape(), cache_, needs_of(variants_)) {}
 
   [[nodiscard]] std::vector<Variant>& variants() { return variants_; }
 
@@ -113,25 +177,18 @@ class Experiment {
     });
   }
 
-  [[nodiscard]] const engine::Tokenizer& tokenizer() const { return tokenizer_; }
-
  private:
-  kvtrim::PagedCache::Params cache_params(std::int32_t longest) const {
+  kvtrim::PagedCache::Params cache_params(std::size_t longest) const {
     kvtrim::PagedCache::Params p = model_.cache_params();
     p.page_size = options_.page_size;
     p.dtype = options_.cache_type == "f16"    ? kvtrim::DType::f16
               : options_.cache_type == "bf16" ? kvtrim::DType::bf16
                                               : kvtrim::DType::f32;
-    p.max_rows = longest + static_cast<std::int32_t>(answer_tokens) + 1;
+    p.max_rows = static_cast<std::int32_t>(longest + answer_tokens + 1);
     p.max_sequences = static_cast<std::int32_t>(variants_.size()) + 1;
     p.pages = p.max_sequences * kvtrim::pages_for(p.max_rows, p.page_size);
     p.scores = true;
     return p;
-  }
-  [[nodiscard]] program::Needs needs() const {
-    program::Needs needs;
-    for (const Variant& v : variants_) needs.add(v.spec.make(1024, kvtrim::SinkForm::exact));
-    return needs;
   }
 
   template <class F>
@@ -155,9 +212,10 @@ class Experiment {
       throw std::runtime_error("the cache has no room for a fork");
     evictor_.fork(base, *s);
     const std::int32_t rows = cache_.live_rows(*s);
-    const std::int32_t keep = v.spec.rows_to_keep(rows, v.removed);
+    const std::int32_t keep = v.spec.rows_to_keep(rows, v.removed.value_or(0));
     const program::AnyPolicy policy = v.spec.make(keep, kvtrim::SinkForm::exact);
     const std::int32_t free_before = cache_.pool().available();
+    evictor_.prepare(policy, *s);  // memory is set-up, not eviction
     const program::Stopwatch watch;
     const kvtrim::Report report = evictor_.evict(policy, *s, keep);
     v.evict_seconds += watch.seconds();
@@ -171,8 +229,9 @@ class Experiment {
   }
 
   void run(const std::vector<engine::Segment>& segments, engine::LogitRows rows) {
-    program::check_interrupt();
-    if (const auto status = model_.forward(cache_, segments, rows); status != kvtrim::Status::ok) {
+    const auto interruptible = [](const engine::LayerObservation&) { program::check_interrupt(); };
+    if (const auto status = model_.forward(cache_, segments, rows, interruptible);
+        status != kvtrim::Status::ok) {
       throw std::runtime_error("forward: " + std::string(kvtrim::to_string(status)));
     }
   }
@@ -213,9 +272,8 @@ class Experiment {
     return answers;
   }
 
-  Options options_;
-  engine::GgufFile file_;
-  engine::Tokenizer tokenizer_;
+  const Options& options_;
+  const engine::Tokenizer& tokenizer_;
   engine::LlamaModel model_;
   std::vector<Variant> variants_;
   kvtrim::PagedCache cache_;
@@ -230,23 +288,30 @@ std::vector<Variant> make_variants(const Options& options) {
     static_cast<void>(
         spec.make(1024, kvtrim::SinkForm::exact));  // bad values are found before the model is read
     full = full || spec.name() == "full";
-    if (spec.has_size()) {
-      variants.push_back({spec, spec.removed().value_or(0)});
+    if (spec.name() == "full") {
+      variants.push_back({spec, 0});
+    } else if (spec.has_size()) {
+      variants.push_back({spec, spec.removed()});
     } else {
       for (const double removed : options.removed) variants.push_back({spec, removed});
     }
   }
   // Retention is measured against the full cache.
   if (!full) variants.insert(variants.begin(), {program::PolicySpec("full"), 0});
+  static_cast<void>(needs_of(variants));  // policies that do not go together, too
   return variants;
 }
 
-nlohmann::ordered_json to_json(const Variant& v, const Options& options, double full_perplexity) {
+// What was not measured is null.
+nlohmann::ordered_json to_json(const Variant& v,
+                               const Options& options,
+                               std::optional<std::size_t> length,
+                               double full_perplexity) {
   nlohmann::ordered_json line;
   line["policy"] = v.spec.text();
   line["mode"] = options.mode;
-  line["tokens"] = options.tokens;
-  line["removed"] = v.removed;
+  line["tokens"] = length ? nlohmann::ordered_json(*length) : nlohmann::ordered_json();
+  line["removed"] = v.removed ? nlohmann::ordered_json(*v.removed) : nlohmann::ordered_json();
   line["kept_fraction"] =
       v.rows_before == 0 ? 1.0 : static_cast<double>(v.rows) / static_cast<double>(v.rows_before);
   line["correct"] = v.prompts > 0 ? nlohmann::ordered_json(v.correct) : nlohmann::ordered_json();
@@ -325,30 +390,29 @@ int evaluate(Options options) {
       throw std::runtime_error("--removed " + std::to_string(r) + " is not within 0 and 1");
   }
   if (options.threads > 0) omp_set_num_threads(options.threads);
-  std::vector<program::Needle> needles;
-  std::vector<program::Sample> samples;
+  program::catch_interrupt();
+  std::vector<Variant> variants = make_variants(options);
+  Texts texts;
   if (!options.prompts.empty())
-    needles = program::read_needles(options.prompts, options.tokens, options.limit);
-  if (!options.ids.empty()) samples = program::read_samples(options.ids, options.samples);
+    texts.needles = program::read_needles(options.prompts, options.tokens, options.limit);
+  if (!options.ids.empty()) texts.samples = program::read_samples(options.ids, options.samples);
+  const std::string text = options.text.empty() ? "" : program::read_file(options.text);
   std::optional<program::OutputFile> json;
   if (!options.json.empty()) json.emplace(options.json);
-  std::vector<Variant> variants = make_variants(options);
-  program::catch_interrupt();
 
-  std::size_t longest = options.text.empty() ? 0 : options.prefill + options.next;
-  for (const auto& n : needles) longest = std::max(longest, n.context.size() + n.question.size());
-  for (const auto& s : samples) longest = std::max(longest, s.ids.size());
   std::printf("reading %s ...\n", options.model.c_str());
   std::fflush(stdout);
-  Experiment experiment(options, std::move(variants), static_cast<std::int32_t>(longest));
+  const engine::GgufFile file(options.model);
+  const engine::Tokenizer tokenizer(file);
   if (!options.text.empty()) {
-    const auto cut =
-        program::cut_samples(experiment.tokenizer().encode(program::read_file(options.text), false),
-                             options.prefill,
-                             options.next,
-                             options.samples);
-    samples.insert(samples.end(), cut.begin(), cut.end());
+    const auto cut = program::cut_samples(
+        tokenizer.encode(text, false), options.prefill, options.next, options.samples);
+    texts.samples.insert(texts.samples.end(), cut.begin(), cut.end());
   }
+  check_texts(texts, engine::read_llama_shape(file));
+  Experiment experiment(options, file, tokenizer, std::move(variants), texts.longest());
+  const auto& needles = texts.needles;
+  const auto& samples = texts.samples;
   std::printf("%zu policies and sizes, %zu prompts (%s), %zu samples, %d threads\n",
               experiment.variants().size(),
               needles.size(),
@@ -389,7 +453,7 @@ int evaluate(Options options) {
       if (v.spec.name() == "full" && v.predictions > 0) full = v.perplexity();
     }
     for (const Variant& v : experiment.variants())
-      json->stream() << to_json(v, options, full).dump() << '\n';
+      json->stream() << to_json(v, options, texts.length(), full).dump() << '\n';
     json->commit();
   }
   if (options.demo) {
@@ -414,7 +478,7 @@ int main(int argc, char** argv) {
   app.add_option("--text", o.text, "text file: perplexity of samples cut from it");
   app.add_option("--policy",
                  o.policies,
-                 "SPEC ...: full, streaming, h2o, snapkv, with :key=value,... (see the README)")
+                 "SPEC ...: full, streaming, h2o, snapkv, with :key=value,... (see below)")
       ->capture_default_str();
   app.add_option("--removed", o.removed, "fractions removed, for policies that name no size")
       ->delimiter(',')
@@ -427,20 +491,35 @@ int main(int argc, char** argv) {
       ->capture_default_str();
   app.add_option("--limit", o.limit, "at most so many prompts; 0: all")->capture_default_str();
   app.add_option("--prefill", o.prefill, "tokens read of each sample of --text")
+      ->check(CLI::Range(1, 1 << 20))
       ->capture_default_str();
-  app.add_option("--next", o.next, "tokens predicted of each sample of --text")
+  app.add_option("--next",
+                 o.next,
+                 "tokens of each sample of --text after those, all but the first predicted")
+      ->check(CLI::Range(2, 1 << 20))
       ->capture_default_str();
-  app.add_option("--samples", o.samples, "at most so many samples")->capture_default_str();
-  app.add_option("--json", o.json, "write JSON lines here, at the end");
+  app.add_option(
+         "--samples", o.samples, "samples of --text, evenly spaced; at most so many of --ids")
+      ->check(CLI::Range(1, 1 << 20))
+      ->capture_default_str();
+  app.add_option("--json",
+                 o.json,
+                 "write JSON lines here, at the end, one a policy and size: policy, mode, tokens, "
+                 "removed, kept_fraction, correct, prompts, perplexity, retention, and means of "
+                 "live_bytes, released_pages, bytes_moved, evict_ms");
   app.add_option("--cache-type", o.cache_type, "type of cached keys and values")
       ->check(CLI::IsMember({"f32", "f16", "bf16"}))
       ->capture_default_str();
   app.add_option("--page-size", o.page_size, "rows a page")
       ->check(CLI::Range(1, 4096))
       ->capture_default_str();
-  app.add_option("--threads", o.threads, "threads; 0: all cores")->capture_default_str();
+  app.add_option("--threads", o.threads, "threads; 0: all cores")
+      ->check(CLI::Range(0, 4096))
+      ->capture_default_str();
   app.add_flag(
       "--demo", o.demo, "the README's demonstration: few prompts, four policies at three sizes");
+  app.footer(std::string("\n") + program::spec_help +
+             "Here streaming is form=exact unless asked.\n");
   CLI11_PARSE(app, argc, argv);
   return program::run("retention", [&] { return evaluate(o); });
 }

@@ -12,9 +12,13 @@
 #include <exception>
 #include <filesystem>
 #include <fstream>
+#include <new>
+#include <sstream>
 #include <stdexcept>
 #include <string>
 #include <string_view>
+#include <system_error>
+#include <utility>
 
 namespace program {
 
@@ -41,12 +45,13 @@ inline void note_interrupt(int) {
 }
 }  // namespace detail
 
-/// From now on Ctrl-C is noticed by `check_interrupt`.
+/// From now on Ctrl-C and a request to end are noticed by `check_interrupt`. Call it before an `OutputFile` is made.
 inline void catch_interrupt() {
   std::signal(SIGINT, detail::note_interrupt);
+  std::signal(SIGTERM, detail::note_interrupt);
 }
 
-/// \throws Interrupted after Ctrl-C
+/// \throws Interrupted after Ctrl-C or a request to end
 inline void check_interrupt() {
   if (detail::interrupted != 0) throw Interrupted();
 }
@@ -79,8 +84,12 @@ class Progress {
 class OutputFile {
  public:
   /// \throws std::runtime_error if it cannot be written
-  explicit OutputFile(std::string path)
-      : path_(std::move(path)), part_(path_ + ".part"), out_(part_) {
+  explicit OutputFile(std::string path) : path_(std::move(path)), part_(path_ + ".part") {
+    std::error_code ignored;
+    // Found now, not when the file is renamed after the work is done.
+    if (std::filesystem::is_directory(path_, ignored))
+      throw std::runtime_error("cannot write " + path_ + ": it is a folder");
+    out_.open(part_);
     if (!out_) throw std::runtime_error("cannot write " + part_);
   }
   OutputFile(const OutputFile&) = delete;
@@ -93,11 +102,13 @@ class OutputFile {
 
   std::ofstream& stream() { return out_; }
 
-  /// \throws std::runtime_error if a write failed
+  /// \throws std::runtime_error if a write failed; what was at the path before is still there then
   void commit() {
     out_.close();
     if (!out_) throw std::runtime_error("cannot write " + part_);
-    std::filesystem::rename(part_, path_);
+    std::error_code error;
+    std::filesystem::rename(part_, path_, error);
+    if (error) throw std::runtime_error("cannot write " + path_ + ": " + error.message());
     committed_ = true;
   }
 
@@ -113,9 +124,11 @@ class OutputFile {
 /// \throws std::runtime_error if it cannot be read
 [[nodiscard]] inline std::string read_file(const std::string& path) {
   std::ifstream in(path, std::ios::binary);
-  std::string text((std::istreambuf_iterator<char>(in)), std::istreambuf_iterator<char>());
-  if (!in) throw std::runtime_error("cannot read " + path);
-  return text;
+  std::ostringstream text;
+  // A folder opens and fails at the first read; an empty file gives no character, which `<<` calls a failure.
+  if (in.peek() != std::ifstream::traits_type::eof()) text << in.rdbuf();
+  if (!in.is_open() || in.bad() || text.fail()) throw std::runtime_error("cannot read " + path);
+  return text.str();
 }
 
 /// Runs a program's body; what it throws becomes one line and an exit status.
@@ -125,7 +138,7 @@ int run(std::string_view name, Body body) {
     return body();
   } catch (const Interrupted&) {
     std::fprintf(stderr,
-                 "%.*s: interrupted; nothing was written\n",
+                 "%.*s: interrupted; no file was written\n",
                  static_cast<int>(name.size()),
                  name.data());
     return 130;

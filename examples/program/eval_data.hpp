@@ -46,6 +46,8 @@ void for_each_json_line(const std::string& path, F f) {
       throw std::runtime_error(path + " line " + std::to_string(number) + ": " + error.what());
     }
   }
+  if (in.bad())
+    throw std::runtime_error("cannot read " + path);  // a folder opens, but has no lines
 }
 
 }  // namespace detail
@@ -69,34 +71,46 @@ void for_each_json_line(const std::string& path, F f) {
     if (n.context.empty() || n.question.empty() || n.answer.empty()) {
       throw std::runtime_error("context, question or answer is empty");
     }
+    if (const std::size_t length = n.context.size() + n.question.size();
+        n.tokens < 0 || static_cast<std::size_t>(n.tokens) != length) {
+      throw std::runtime_error("tokens is " + std::to_string(n.tokens) +
+                               ", but context and question have " + std::to_string(length));
+    }
     if ((tokens == 0 || n.tokens == tokens) && (limit == 0 || needles.size() < limit))
       needles.push_back(std::move(n));
   });
-  if (needles.empty())
-    throw std::runtime_error(path + " has no prompt of " + std::to_string(tokens) + " tokens");
+  if (needles.empty()) {
+    throw std::runtime_error(path + " has no prompt" +
+                             (tokens == 0 ? "" : " of " + std::to_string(tokens) + " tokens"));
+  }
   return needles;
 }
 
 /// Reads samples as JSON lines with `prefill, ids`.
+///
+/// \param limit  at most so many; 0: all
 /// \throws std::runtime_error if the file cannot be read, a line is no sample, or there is none
 [[nodiscard]] inline std::vector<Sample> read_samples(const std::string& path, std::size_t limit) {
   std::vector<Sample> samples;
   detail::for_each_json_line(path, [&](const nlohmann::json& line) {
     Sample s;
     line.at("ids").get_to(s.ids);
-    line.at("prefill").get_to(s.prefill);
-    if (s.prefill < 1 || s.ids.size() < s.prefill + 2) {
-      throw std::runtime_error("prefill " + std::to_string(s.prefill) + " of " +
-                               std::to_string(s.ids.size()) + " ids leaves nothing to predict");
+    // Signed: -1 would be a size that overflows.
+    const auto prefill = line.at("prefill").get<std::int64_t>();
+    if (prefill < 1 || prefill > static_cast<std::int64_t>(s.ids.size()) - 2) {
+      throw std::runtime_error("prefill " + std::to_string(prefill) + " of " +
+                               std::to_string(s.ids.size()) +
+                               " ids leaves nothing to read or to predict");
     }
+    s.prefill = static_cast<std::size_t>(prefill);
     if (limit == 0 || samples.size() < limit) samples.push_back(std::move(s));
   });
   if (samples.empty()) throw std::runtime_error(path + " has no sample");
   return samples;
 }
 
-/// Cuts `count` evenly spaced samples of `prefill + next` tokens out of a text.
-/// \throws std::runtime_error if the text is too short
+/// Cuts `count` evenly spaced samples of `prefill + next` tokens out of a text: the first at its begin, the last at its end.
+/// \throws std::runtime_error if the text is too short, prefill or count is 0, or next below 2
 [[nodiscard]] inline std::vector<Sample> cut_samples(std::span<const Token> text,
                                                      std::size_t prefill,
                                                      std::size_t next,

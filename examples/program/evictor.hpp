@@ -9,13 +9,17 @@
 #include <kvtrim/score/query_ring.hpp>
 #include <kvtrim/score/window.hpp>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
+#include <span>
 #include <stdexcept>
 #include <string>
+#include <variant>
 #include <vector>
 
+#include "console.hpp"
 #include "engine/llama.hpp"
 #include "engine/openmp.hpp"
 #include "policy_spec.hpp"
@@ -65,7 +69,7 @@ class Evictor {
     head_dim_ = shape.head_dim;
   }
 
-  /// The hook to give to `LlamaModel::forward`.
+  /// The hook to give to `LlamaModel::forward`. After Ctrl-C it throws Interrupted.
   [[nodiscard]] engine::Observer observer() {
     return [this](const engine::LayerObservation& seen) { observe(seen); };
   }
@@ -79,23 +83,28 @@ class Evictor {
     if (ring_) ring_->reset(s);
   }
 
-  /// Lets `policy` keep `keep` rows of sequence `s`.
+  /// Makes the workspace large enough for `evict` of sequence `s` as it is now, so that the eviction allocates nothing.
+  void prepare(const AnyPolicy& policy, kvtrim::SequenceId s) {
+    const kvtrim::PlanShape shape =
+        kvtrim::plan_shape(cache_->view(s), observation(s), executor_.workers());
+    const std::size_t bytes =
+        std::visit([&](const auto& p) { return kvtrim::plan_workspace_bytes(p, shape); }, policy);
+    if (workspace_.size() < bytes) workspace_.resize(bytes);
+  }
+
+  /// Lets `policy` keep `keep` rows of sequence `s`. Allocates unless `prepare` was called.
   /// \throws std::runtime_error if the library refuses
   kvtrim::Report evict(const AnyPolicy& policy,
                        kvtrim::SequenceId s,
                        std::int32_t keep,
                        const kvtrim::PlanOptions& options = {}) {
-    const kvtrim::CacheView view = cache_->view(s);
-    kvtrim::Observation observation;
-    if (ring_) observation.queries = ring_->queries(s);
-    observation.budgets = &keep;
-    observation.budget_rows = {0, 0, 0};
+    prepare(policy, s);
+    kvtrim::Observation seen = observation(s);
+    seen.budgets = &keep;
+    seen.budget_rows = {0, 0, 0};
     const kvtrim::Report report = std::visit(
         [&](const auto& p) {
-          const auto shape = kvtrim::plan_shape(view, observation, executor_.workers());
-          const std::size_t bytes = kvtrim::plan_workspace_bytes(p, shape);
-          if (workspace_.size() < bytes) workspace_.resize(bytes);
-          return kvtrim::evict(p, *cache_, view, observation, workspace_, options, executor_);
+          return kvtrim::evict(p, *cache_, cache_->view(s), seen, workspace_, options, executor_);
         },
         policy);
     if (!kvtrim::usable(report.status)) {
@@ -106,18 +115,20 @@ class Evictor {
   }
 
  private:
+  [[nodiscard]] kvtrim::Observation observation(kvtrim::SequenceId s) const {
+    kvtrim::Observation seen;
+    if (ring_) seen.queries = ring_->queries(s);
+    return seen;
+  }
+
   void observe(const engine::LayerObservation& seen) {
-    const std::int32_t next = kvtrim::raw(cache_->next_position(seen.sequence));
+    check_interrupt();  // a long prompt is left at once
     if (ring_) {
-      positions_.resize(static_cast<std::size_t>(seen.tokens));
-      for (std::int32_t i = 0; i < seen.tokens; ++i) {
-        positions_[static_cast<std::size_t>(i)] = kvtrim::Position{next - seen.tokens + i};
-      }
       ring_->push(seen.sequence,
                   seen.layer,
                   seen.tokens,
                   seen.queries.data(),
-                  positions_.data(),
+                  seen.positions.data(),
                   seen.lse.data());
     }
     if (!needs_.accumulate) return;
@@ -148,7 +159,6 @@ class Evictor {
   Needs needs_;
   engine::OpenMp executor_;
   std::optional<kvtrim::QueryRing> ring_;
-  std::vector<kvtrim::Position> positions_;
   std::vector<std::byte> scratch_;
   std::vector<std::byte> workspace_;
   std::int32_t heads_ = 0;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// A policy as a word on the command line: `name` or `name:key=value,...`. Adding a policy adds one entry to `known_policies`
-// and one branch to `make_policy`.
+// A policy as a word on the command line: `name` or `name:key=value,...`. Adding a policy adds one entry to `known_policies`,
+// one line to `spec_help` and one branch to `PolicySpec::make_unchecked`.
 
 #include <kvtrim/budget/rows.hpp>
 #include <kvtrim/policy/full.hpp>
@@ -14,11 +14,13 @@
 #include <charconv>
 #include <cmath>
 #include <cstdint>
+#include <limits>
 #include <map>
 #include <optional>
 #include <stdexcept>
 #include <string>
 #include <string_view>
+#include <system_error>
 #include <utility>
 #include <variant>
 #include <vector>
@@ -46,6 +48,7 @@ inline const std::vector<KnownPolicy>& known_policies() {
   return known;
 }
 
+/// Names with commas between them.
 template <class Names>
 std::string join(const Names& names) {
   std::string text;
@@ -54,6 +57,18 @@ std::string join(const Names& names) {
 }
 
 }  // namespace detail
+
+/// What `--help` says of a SPEC.
+inline constexpr const char* spec_help =
+    R"(SPEC is a name, or name:key=value,... with these keys and defaults:
+  full
+  streaming  sinks=4, form=pages|exact
+  h2o        recent=0.5 (below 1: a share of the budget; else rows), sinks=0,
+             mode=real_drop|greedy|promote, interval=1, grace=0, decay=1, age=0|1, squared=0|1
+  snapkv     window=32, kernel=5, pool=avg|max, rows=mean|sum|max, group=mean|sum|max,
+             columns=candidates|all, sinks=0
+All but full also take the size: removed=0.5 (fraction of the rows that go) or budget=256 (rows).
+)";
 
 /// A parsed SPEC. Values are read when a policy is made of it.
 class PolicySpec {
@@ -99,7 +114,10 @@ class PolicySpec {
     }
     if (const auto r = removed(); r && !(*r >= 0 && *r <= 1))
       fail("removed", "is not within 0 and 1");
-    if (values_.contains("budget") && integer("budget", 0) < 1) fail("budget", "is below 1 row");
+    if (const std::int64_t rows = integer("budget", 1);
+        rows < 1 || rows > std::numeric_limits<std::int32_t>::max()) {
+      fail("budget", "is not within 1 and 2147483647 rows");
+    }
   }
 
   [[nodiscard]] const std::string& text() const noexcept { return text_; }
@@ -113,19 +131,31 @@ class PolicySpec {
     return name_ == "full" || values_.contains("removed") || values_.contains("budget");
   }
 
-  /// Rows to keep of `rows`, by the SPEC's budget or fraction, else by `removed`.
+  /// Rows to keep of `rows`: the SPEC's budget (which may be above `rows`), else by its fraction, else by
+  /// `removed_otherwise`.
   [[nodiscard]] std::int32_t rows_to_keep(std::int32_t rows, double removed_otherwise) const {
     if (name_ == "full") return rows;
-    if (values_.contains("budget"))
-      return std::min<std::int32_t>(rows, static_cast<std::int32_t>(integer("budget", 0)));
+    if (values_.contains("budget")) return static_cast<std::int32_t>(integer("budget", 0));
     return kvtrim::rows_kept(rows, removed().value_or(removed_otherwise));
   }
 
   /// The policy that keeps `keep` rows. Where that is fewer than it must protect, it is made for what it protects, and
   /// `Observation::budgets` with `keep` makes the library say so (`over_budget`).
   ///
-  /// \throws std::invalid_argument if a value is no number, is out of range, or no known word
+  /// \param form_otherwise  form of `streaming` where the SPEC names none
+  /// \throws std::invalid_argument if a value is no number, is out of range, or no known word; the text starts with the SPEC
   [[nodiscard]] AnyPolicy make(std::int32_t keep, kvtrim::SinkForm form_otherwise) const {
+    try {
+      return make_unchecked(keep, form_otherwise);
+    } catch (const std::invalid_argument& error) {
+      const std::string what = error.what();
+      const std::string spec = "policy '" + text_ + "': ";
+      throw std::invalid_argument(what.starts_with(spec) ? what : spec + what);
+    }
+  }
+
+ private:
+  [[nodiscard]] AnyPolicy make_unchecked(std::int32_t keep, kvtrim::SinkForm form_otherwise) const {
     if (name_ == "streaming") {
       kvtrim::StreamingSink::Params p;
       p.sinks = integer("sinks", p.sinks);
@@ -146,13 +176,15 @@ class PolicySpec {
       p.sinks = integer("sinks", p.sinks);
       const double recent = number("recent", p.mode == HeavyMode::greedy ? 0 : 0.5);
       if (recent < 0) fail("recent", "is negative");
-      p.recent = recent < 1 ? std::llround(recent * keep) : std::llround(recent);
-      p.heavy = std::max<std::int64_t>(0, keep - p.recent - p.sinks);
+      p.recent = std::llround(recent < 1 ? recent * keep : recent);
+      if (recent > 0) p.recent = std::max<std::int64_t>(1, p.recent);  // a share of a small budget
       p.interval = integer("interval", p.interval);
       p.grace = integer("grace", p.grace);
+      p.heavy = std::max<std::int64_t>({0, keep - p.recent - p.sinks, p.grace - p.recent});
       p.decay = static_cast<float>(number("decay", 1));
-      p.age_normalised = integer("age", 0) != 0;
-      p.squared = integer("squared", 0) != 0;
+      const std::vector<std::pair<std::string_view, bool>> switches{{"0", false}, {"1", true}};
+      p.age_normalised = word("age", false, switches);
+      p.squared = word("squared", false, switches);
       return kvtrim::HeavyHitter(p);
     }
     if (name_ == "snapkv") {
@@ -177,7 +209,6 @@ class PolicySpec {
     return kvtrim::Full{};
   }
 
- private:
   [[noreturn]] void fail(const std::string& key, const std::string& what) const {
     throw std::invalid_argument("policy '" + text_ + "': " + key + "=" + values_.find(key)->second +
                                 " " + what);

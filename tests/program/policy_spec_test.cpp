@@ -1,0 +1,278 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "program/policy_spec.hpp"
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <variant>
+
+#include "catch.hpp"
+
+using Catch::Matchers::ContainsSubstring;
+using kvtrim::Full;
+using kvtrim::HeavyHitter;
+using kvtrim::HeavyMode;
+using kvtrim::PoolColumns;
+using kvtrim::Pooling;
+using kvtrim::Reduction;
+using kvtrim::SinkForm;
+using kvtrim::SnapKVSelector;
+using kvtrim::StreamingSink;
+using program::PolicySpec;
+
+namespace {
+
+template <class P>
+P made(const std::string& spec, std::int32_t keep = 100, SinkForm form = SinkForm::exact) {
+  const program::AnyPolicy policy = PolicySpec(spec).make(keep, form);
+  REQUIRE(std::holds_alternative<P>(policy));
+  return std::get<P>(policy);
+}
+
+HeavyHitter::Params h2o(const std::string& keys, std::int32_t keep = 100) {
+  return made<HeavyHitter>("h2o" + keys, keep).params();
+}
+
+void make(const std::string& spec) {
+  static_cast<void>(PolicySpec(spec).make(100, SinkForm::exact));
+}
+
+}  // namespace
+
+TEST_CASE("policy spec: a name alone is the policy with its defaults", "[program]") {
+  CHECK_NOTHROW(made<Full>("full"));
+  CHECK(made<StreamingSink>("streaming").params().sinks == 4);
+  CHECK(made<StreamingSink>("streaming").params().recent == 96);
+  const auto heavy = h2o("");
+  CHECK(heavy.recent == 50);
+  CHECK(heavy.heavy == 50);
+  CHECK(heavy.sinks == 0);
+  CHECK(heavy.mode == HeavyMode::real_drop);
+  CHECK(heavy.interval == 1);
+  CHECK(heavy.grace == 0);
+  CHECK(heavy.decay == 1.0F);
+  CHECK_FALSE(heavy.age_normalised);
+  CHECK_FALSE(heavy.squared);
+  const auto snapkv = made<SnapKVSelector>("snapkv").params();
+  CHECK(snapkv.window == 32);
+  CHECK(snapkv.kernel == 5);
+  CHECK(snapkv.pooling == Pooling::average);
+  CHECK(snapkv.rows == Reduction::mean);
+  CHECK(snapkv.group == Reduction::mean);
+  CHECK(snapkv.columns == PoolColumns::candidates);
+  CHECK(snapkv.sinks == 0);
+  CHECK(snapkv.budget == 100);
+}
+
+TEST_CASE("policy spec: every key of streaming reaches the policy", "[program]") {
+  const auto p = made<StreamingSink>("streaming:sinks=7,form=pages").params();
+  CHECK(p.sinks == 7);
+  CHECK(p.recent == 93);
+  CHECK(p.form == SinkForm::pages);
+  CHECK(made<StreamingSink>("streaming:form=exact", 100, SinkForm::pages).params().form ==
+        SinkForm::exact);
+}
+
+TEST_CASE("policy spec: streaming takes the caller's form where the spec names none", "[program]") {
+  CHECK(made<StreamingSink>("streaming", 100, SinkForm::pages).params().form == SinkForm::pages);
+  CHECK(made<StreamingSink>("streaming", 100, SinkForm::exact).params().form == SinkForm::exact);
+}
+
+TEST_CASE("policy spec: every key of h2o reaches the policy", "[program]") {
+  const auto p =
+      h2o(":recent=30,sinks=2,mode=promote,interval=8,grace=5,decay=0.5,age=1,squared=1");
+  CHECK(p.recent == 30);
+  CHECK(p.sinks == 2);
+  CHECK(p.heavy == 68);
+  CHECK(p.mode == HeavyMode::promote);
+  CHECK(p.interval == 8);
+  CHECK(p.grace == 5);
+  CHECK(p.decay == 0.5F);
+  CHECK(p.age_normalised);
+  CHECK(p.squared);
+  CHECK(h2o(":mode=real_drop").mode == HeavyMode::real_drop);
+  CHECK_FALSE(h2o(":age=0").age_normalised);
+  CHECK_FALSE(h2o(":squared=0").squared);
+}
+
+TEST_CASE("policy spec: every key of snapkv reaches the policy", "[program]") {
+  const auto p = made<SnapKVSelector>(
+                     "snapkv:window=16,kernel=7,pool=max,rows=sum,group=max,columns=all,sinks=3")
+                     .params();
+  CHECK(p.window == 16);
+  CHECK(p.kernel == 7);
+  CHECK(p.pooling == Pooling::max);
+  CHECK(p.rows == Reduction::sum);
+  CHECK(p.group == Reduction::max);
+  CHECK(p.columns == PoolColumns::all_columns);
+  CHECK(p.sinks == 3);
+  CHECK(p.budget == 100);
+  const auto q =
+      made<SnapKVSelector>("snapkv:pool=avg,rows=max,group=sum,columns=candidates").params();
+  CHECK(q.pooling == Pooling::average);
+  CHECK(q.rows == Reduction::max);
+  CHECK(q.group == Reduction::sum);
+  CHECK(q.columns == PoolColumns::candidates);
+}
+
+TEST_CASE("policy spec: h2o's recent is a share of the budget below 1 and rows from 1 on",
+          "[program][edge]") {
+  CHECK(h2o(":recent=0.25").recent == 25);
+  CHECK(h2o(":recent=0.25").heavy == 75);
+  CHECK(h2o(":recent=1").recent == 1);
+  CHECK(h2o(":recent=1").heavy == 99);
+  CHECK(h2o(":recent=25").recent == 25);
+  CHECK(h2o(":recent=0.5,sinks=4").heavy == 46);
+  // A share of few rows is a row, not none, which the policy refuses.
+  CHECK(h2o(":recent=0.1", 2).recent == 1);
+  CHECK(h2o(":recent=0,grace=3").recent == 0);
+}
+
+TEST_CASE("policy spec: greedy h2o has no recent window unless asked", "[program][edge]") {
+  CHECK(h2o(":mode=greedy").recent == 0);
+  CHECK(h2o(":mode=greedy").heavy == 100);
+  CHECK_THROWS_WITH(make("h2o:mode=greedy,recent=5"), ContainsSubstring("greedy has no window"));
+}
+
+TEST_CASE("policy spec: fewer rows than must be protected still make a policy", "[program][edge]") {
+  CHECK(made<StreamingSink>("streaming:sinks=8", 3).params().recent == 1);
+  CHECK(made<SnapKVSelector>("snapkv:window=32,sinks=4", 3).params().budget == 36);
+  CHECK(h2o(":recent=32", 3).heavy == 0);
+  CHECK(h2o(":recent=0.5,sinks=8", 3).heavy == 0);
+  CHECK(h2o(":recent=0.5,grace=8", 3).heavy == 6);
+  for (const char* spec : {"streaming", "h2o", "h2o:mode=greedy", "h2o:mode=promote", "snapkv"}) {
+    INFO(spec);
+    CHECK_NOTHROW(PolicySpec(spec).make(1, SinkForm::exact));
+  }
+}
+
+TEST_CASE("policy spec: removed is read as a decimal fraction of the rows", "[program][edge]") {
+  const PolicySpec spec("h2o:removed=0.9");
+  CHECK(spec.removed() == 0.9);
+  CHECK(spec.has_size());
+  CHECK(spec.rows_to_keep(15, 0) == 2);
+  CHECK(spec.rows_to_keep(1000, 0) == 100);
+  CHECK(spec.rows_to_keep(1, 0) == 1);
+  CHECK(PolicySpec("h2o").rows_to_keep(15, 0.9) == 2);
+  CHECK_FALSE(PolicySpec("h2o").has_size());
+  CHECK(PolicySpec("h2o:removed=0").rows_to_keep(15, 0.9) == 15);
+  CHECK(PolicySpec("h2o:removed=1").rows_to_keep(15, 0.9) == 1);
+}
+
+TEST_CASE("policy spec: a budget is rows, whatever the prompt's length", "[program][edge]") {
+  const PolicySpec spec("snapkv:budget=256");
+  CHECK(spec.has_size());
+  CHECK_FALSE(spec.removed().has_value());
+  CHECK(spec.rows_to_keep(1000, 0.5) == 256);
+  // Above the rows that are there: what the cache may grow to.
+  CHECK(spec.rows_to_keep(100, 0.5) == 256);
+  CHECK(PolicySpec("snapkv:budget=2147483647").rows_to_keep(100, 0.5) == 2147483647);
+}
+
+TEST_CASE("policy spec: full keeps all and takes no key", "[program][edge]") {
+  CHECK(PolicySpec("full").rows_to_keep(15, 0.9) == 15);
+  CHECK(PolicySpec("full").has_size());
+  CHECK_THROWS_WITH(PolicySpec("full:removed=0.5"),
+                    ContainsSubstring("unknown key 'removed'; known are none"));
+}
+
+TEST_CASE("policy spec: a wrong name lists the policies", "[program][edge]") {
+  for (const char* spec : {"", "H2O", "h2o ", "streamingllm:sinks=4", ":budget=3"}) {
+    INFO(spec);
+    CHECK_THROWS_WITH(PolicySpec(spec),
+                      ContainsSubstring("unknown policy '") &&
+                          ContainsSubstring("known are full, streaming, h2o, snapkv"));
+  }
+}
+
+TEST_CASE("policy spec: a wrong key lists the policy's keys", "[program][edge]") {
+  CHECK_THROWS_WITH(PolicySpec("streaming:window=4"),
+                    ContainsSubstring("unknown key 'window'") &&
+                        ContainsSubstring("sinks, form, removed, budget"));
+  CHECK_THROWS_WITH(
+      PolicySpec("h2o:sink=4"),
+      ContainsSubstring("unknown key 'sink'") &&
+          ContainsSubstring(
+              "recent, sinks, mode, interval, grace, decay, age, squared, removed, budget"));
+  CHECK_THROWS_WITH(
+      PolicySpec("snapkv:recent=4"),
+      ContainsSubstring("unknown key 'recent'") &&
+          ContainsSubstring("window, kernel, pool, rows, group, columns, sinks, removed, budget"));
+}
+
+TEST_CASE("policy spec: a wrong value names the key and lists the words", "[program][edge]") {
+  CHECK_THROWS_WITH(make("streaming:form=page"),
+                    ContainsSubstring("form=page is unknown; known are exact, pages"));
+  CHECK_THROWS_WITH(
+      make("h2o:mode=drop"),
+      ContainsSubstring("mode=drop is unknown; known are real_drop, greedy, promote"));
+  CHECK_THROWS_WITH(make("h2o:age=2"), ContainsSubstring("age=2 is unknown; known are 0, 1"));
+  CHECK_THROWS_WITH(make("snapkv:pool=mean"),
+                    ContainsSubstring("pool=mean is unknown; known are avg, max"));
+  CHECK_THROWS_WITH(make("snapkv:rows=avg"),
+                    ContainsSubstring("rows=avg is unknown; known are mean, sum, max"));
+  CHECK_THROWS_WITH(make("snapkv:columns=window"),
+                    ContainsSubstring("columns=window is unknown; known are candidates, all"));
+  for (const char* spec : {"streaming:sinks=four",
+                           "streaming:sinks=4.5",
+                           "streaming:sinks=4 ",
+                           "snapkv:window=1e3",
+                           "snapkv:window=99999999999999999999",
+                           "h2o:interval=0x10",
+                           "snapkv:budget=1.5"}) {
+    INFO(spec);
+    CHECK_THROWS_WITH(make(spec), ContainsSubstring("is no whole number"));
+  }
+  for (const char* spec : {"h2o:recent=half",
+                           "h2o:recent=nan",
+                           "h2o:decay=inf",
+                           "h2o:removed=50%",
+                           "h2o:removed=nan",
+                           "h2o:removed=0,5"}) {
+    INFO(spec);
+    CHECK_THROWS_AS(make(spec), std::invalid_argument);
+  }
+}
+
+TEST_CASE("policy spec: what a policy refuses is said with the spec", "[program][edge]") {
+  CHECK_THROWS_WITH(make("snapkv:kernel=4"),
+                    ContainsSubstring("policy 'snapkv:kernel=4': kvtrim::SnapKVSelector") &&
+                        ContainsSubstring("kernel must be odd"));
+  CHECK_THROWS_WITH(make("streaming:sinks=-1"), ContainsSubstring("sinks -1"));
+  CHECK_THROWS_WITH(make("h2o:decay=2"), ContainsSubstring("decay 2"));
+  CHECK_THROWS_WITH(make("h2o:recent=-0.5"), ContainsSubstring("recent=-0.5 is negative"));
+  CHECK_THROWS_WITH(make("h2o:recent=0"), ContainsSubstring("with recent 0 and grace 0"));
+}
+
+TEST_CASE("policy spec: sizes out of range are refused when it is read", "[program][edge]") {
+  CHECK_THROWS_WITH(PolicySpec("h2o:removed=1.5"),
+                    ContainsSubstring("removed=1.5 is not within 0 and 1"));
+  CHECK_THROWS_WITH(PolicySpec("h2o:removed=-0.1"), ContainsSubstring("not within 0 and 1"));
+  CHECK_THROWS_WITH(PolicySpec("h2o:budget=0"), ContainsSubstring("budget=0 is not within 1"));
+  CHECK_THROWS_WITH(PolicySpec("h2o:budget=2147483648"), ContainsSubstring("is not within 1"));
+}
+
+TEST_CASE("policy spec: a part that is no key=value, and a key given twice, are refused",
+          "[program][edge]") {
+  CHECK_THROWS_WITH(PolicySpec("h2o:recent"), ContainsSubstring("'recent' is not key=value"));
+  CHECK_THROWS_WITH(PolicySpec("h2o:recent="), ContainsSubstring("'recent=' is not key=value"));
+  CHECK_THROWS_WITH(PolicySpec("h2o:,sinks=4"), ContainsSubstring("'' is not key=value"));
+  CHECK_THROWS_WITH(PolicySpec("h2o:sinks=4,sinks=4"),
+                    ContainsSubstring("key 'sinks' is given twice"));
+  CHECK_THROWS_WITH(PolicySpec("h2o:removed=0.5,budget=10"),
+                    ContainsSubstring("removed and budget both fix the size"));
+}
+
+TEST_CASE("policy spec: the help names every policy and every key", "[program]") {
+  const std::string help = program::spec_help;
+  for (const auto& policy : program::detail::known_policies()) {
+    const std::size_t begin = help.find("\n  " + std::string(policy.name));
+    REQUIRE(begin != std::string::npos);
+    for (const std::string_view key : policy.keys) {
+      INFO(policy.name << ' ' << key);
+      CHECK(help.find(" " + std::string(key) + "=", begin) != std::string::npos);
+    }
+  }
+  CHECK(help.find("removed=") != std::string::npos);
+  CHECK(help.find("budget=") != std::string::npos);
+}
