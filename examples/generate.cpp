@@ -56,8 +56,12 @@ int generate(const Options& o) {
   engine::LlamaModel model(file);
   const std::int32_t keep = spec.rows_to_keep(length, 0);
   const program::AnyPolicy policy = spec.make(keep, kvtrim::SinkForm::pages);
-  // SnapKV looks once, at the end of the prompt; the others hold the size while tokens come.
-  const bool goes_on = spec.name() == "streaming" || spec.name() == "h2o";
+  // SnapKV and surprisal look once, at the end of the prompt; the others hold the size while tokens come.
+  const bool goes_on =
+      spec.name() != "full" && spec.name() != "snapkv" &&
+      !std::holds_alternative<kvtrim::PageSelector<kvtrim::ExternalParams>>(policy);
+  program::Needs needs;
+  needs.add(policy);
 
   kvtrim::PagedCache::Params params = model.cache_params();
   params.page_size = o.page_size;
@@ -66,12 +70,11 @@ int generate(const Options& o) {
                                           : kvtrim::DType::f32;
   params.unrotated_keys = o.in_cache && params.dtype != kvtrim::DType::f32;
   params.scores = true;
+  params.scope = needs.scope;
   // In every position mode, live rows have different rope positions within the context.
   params.max_rows = std::min(length + o.tokens, model.shape().context) + 1;
-  params.pages = kvtrim::pages_for(params.max_rows, o.page_size) + 1;
+  params.pages = (kvtrim::pages_for(params.max_rows, o.page_size) + 1) * program::tables_of(params);
   kvtrim::PagedCache cache(params);
-  program::Needs needs;
-  needs.add(policy);
   program::Evictor evictor(model.shape(), cache, needs);
   const auto sequence = cache.try_create();
   if (!sequence) throw std::runtime_error("no free sequence");
@@ -94,7 +97,7 @@ int generate(const Options& o) {
   program::Progress progress;
   progress.show("reading a prompt of " + std::to_string(length) + " tokens");
   const program::Stopwatch prefill_watch;
-  checked(model.prefill(cache, *sequence, prompt, evictor.observer()));
+  checked(evictor.prefill(model, *sequence, prompt));
   const double prefill_seconds = prefill_watch.seconds();
   kvtrim::Report total = evictor.evict(policy, *sequence, keep, plan);
   const auto note = [&](const kvtrim::Report& r) {

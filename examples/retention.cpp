@@ -67,7 +67,7 @@ struct Variant {
   program::PolicySpec spec;
   std::optional<double> removed;  // none: the SPEC gives a budget
   std::int64_t evictions = 0, rows = 0, rows_before = 0, live_bytes = 0, released_pages = 0,
-               bytes_moved = 0;
+               page_bytes = 0, bytes_moved = 0;
   double evict_seconds = 0, decode_seconds = 0;
   std::int64_t decoded = 0;
   std::int32_t correct = 0, prompts = 0;
@@ -186,7 +186,8 @@ class Experiment {
                                               : kvtrim::DType::f32;
     p.max_rows = static_cast<std::int32_t>(longest + answer_tokens + 1);
     p.max_sequences = static_cast<std::int32_t>(variants_.size()) + 1;
-    p.pages = p.max_sequences * kvtrim::pages_for(p.max_rows, p.page_size);
+    p.scope = needs_of(variants_).scope;
+    p.pages = p.max_sequences * kvtrim::pages_for(p.max_rows, p.page_size) * program::tables_of(p);
     p.scores = true;
     return p;
   }
@@ -196,8 +197,7 @@ class Experiment {
     const auto base = cache_.try_create();
     if (!base) throw std::runtime_error("no free sequence");
     evictor_.reset(*base);
-    if (const auto status = model_.prefill(cache_, *base, tokens, evictor_.observer());
-        status != kvtrim::Status::ok) {
+    if (const auto status = evictor_.prefill(model_, *base, tokens); status != kvtrim::Status::ok) {
       throw std::runtime_error("prefill: " + std::string(kvtrim::to_string(status)));
     }
     f(*base);
@@ -224,6 +224,7 @@ class Experiment {
     v.rows_before += rows;
     v.live_bytes += program::live_bytes(cache_, *s);
     v.released_pages += cache_.pool().available() - free_before;
+    v.page_bytes = cache_.page_bytes();
     v.bytes_moved += report.bytes_moved;
     return *s;
   }
@@ -338,13 +339,14 @@ void print_table(const std::vector<Variant>& variants, bool timed) {
   }
   const int w = static_cast<int>(width);
   std::printf(
-      "\n%-*s  removed   rows   MiB live  pages freed  MiB moved  evict ms   found  perplexity  "
+      "\n%-*s  removed   rows   MiB live  pages freed  MiB freed  MiB moved  evict ms   found  "
+      "perplexity  "
       "retention%s\n",
       w,
       "policy",
       timed ? "  tokens/s" : "");
   for (const Variant& v : variants) {
-    std::printf("%-*s  %6.1f%%  %5.0f  %9.2f  %11.1f  %9.2f  %8.2f",
+    std::printf("%-*s  %6.1f%%  %5.0f  %9.2f  %11.1f  %9.2f  %9.2f  %8.2f",
                 w,
                 v.spec.text().c_str(),
                 100 * (1 - (v.rows_before == 0 ? 1.0
@@ -353,6 +355,7 @@ void print_table(const std::vector<Variant>& variants, bool timed) {
                 v.mean(v.rows),
                 v.mean(v.live_bytes) / 1048576,
                 v.mean(v.released_pages),
+                v.mean(v.released_pages * v.page_bytes) / 1048576,
                 v.mean(v.bytes_moved) / 1048576,
                 v.evictions == 0 ? 0 : 1000 * v.evict_seconds / static_cast<double>(v.evictions));
     if (v.prompts > 0) {
@@ -461,7 +464,7 @@ int evaluate(Options options) {
         "\nremoved: share of the prompt's KV rows evicted once, after the prefill. found: answers "
         "found by the model afterwards.\n"
         "retention: 100 x perplexity of the full cache / perplexity. pages freed: pages of %d "
-        "rows, all layers, back in the pool.\n",
+        "rows, back in the pool.\n",
         options.page_size);
   }
   return 0;

@@ -6,7 +6,11 @@
 #include <kvtrim/evict/evict.hpp>
 #include <kvtrim/score/accumulate.hpp>
 #include <kvtrim/score/column_sums.hpp>
+#include <kvtrim/score/external.hpp>
+#include <kvtrim/score/key_diff.hpp>
+#include <kvtrim/score/pooling.hpp>
 #include <kvtrim/score/query_ring.hpp>
+#include <kvtrim/score/surprisal.hpp>
 #include <kvtrim/score/window.hpp>
 
 #include <algorithm>
@@ -16,6 +20,7 @@
 #include <span>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 #include <variant>
 #include <vector>
 
@@ -30,23 +35,45 @@ namespace program {
 struct Needs {
   std::int32_t window = 0;                             ///< last queries to keep; 0: none
   std::optional<kvtrim::AccumulateParams> accumulate;  ///< attention to be accumulated
+  bool surprisal = false;  ///< how unexpected each token of the prompt was
+  kvtrim::TableScope scope =
+      kvtrim::TableScope::group;  ///< the coarsest tables that let all of them choose
 
   /// Adds what `policy` asks for.
   /// \throws std::invalid_argument if it accumulates in another way than a policy before it
   void add(const AnyPolicy& policy) {
+    std::visit(
+        [&](const auto& p) {
+          if constexpr (kvtrim::PagePolicy<std::remove_cvref_t<decltype(p)>>) {
+            const kvtrim::TableScope asked =
+                p.unit() == kvtrim::PageUnit::per_table   ? kvtrim::TableScope::head
+                : p.unit() == kvtrim::PageUnit::per_layer ? kvtrim::TableScope::layer
+                                                          : kvtrim::TableScope::group;
+            scope = std::max(scope, asked);
+          }
+        },
+        policy);
+    if (const auto* page = std::get_if<kvtrim::PageSelector<kvtrim::WindowParams>>(&policy)) {
+      window = std::max(window, page->scorer().window);
+    }
+    surprisal =
+        surprisal || std::holds_alternative<kvtrim::PageSelector<kvtrim::ExternalParams>>(policy);
+    if (const auto* page = std::get_if<kvtrim::PageSelector<kvtrim::AccumulateParams>>(&policy))
+      add(page->scorer());
     if (const auto* snapkv = std::get_if<kvtrim::SnapKVSelector>(&policy)) {
       window = std::max(window, static_cast<std::int32_t>(snapkv->params().window));
     }
-    if (const auto* heavy = std::get_if<kvtrim::HeavyHitter>(&policy)) {
-      const kvtrim::AccumulateParams asked = heavy->scorer();
-      if (accumulate &&
-          (accumulate->decay != asked.decay || accumulate->squared != asked.squared)) {
-        throw std::invalid_argument(
-            "h2o policies of one run share one accumulated score: decay and squared must be the "
-            "same");
-      }
-      accumulate = asked;
+    if (const auto* heavy = std::get_if<kvtrim::HeavyHitter>(&policy)) add(heavy->scorer());
+  }
+
+ private:
+  void add(const kvtrim::AccumulateParams& asked) {
+    if (accumulate && (accumulate->decay != asked.decay || accumulate->squared != asked.squared)) {
+      throw std::invalid_argument(
+          "h2o policies of one run share one accumulated score: decay and squared must be the "
+          "same");
     }
+    accumulate = asked;
   }
 };
 
@@ -72,6 +99,29 @@ class Evictor {
   /// The hook to give to `LlamaModel::forward`. After Ctrl-C it throws Interrupted.
   [[nodiscard]] engine::Observer observer() {
     return [this](const engine::LayerObservation& seen) { observe(seen); };
+  }
+
+  /// Runs a prompt through the model, and sees what the policies need of it.
+  kvtrim::Status prefill(engine::LlamaModel& model,
+                         kvtrim::SequenceId s,
+                         std::span<const std::int32_t> prompt) {
+    if (!needs_.surprisal) return model.prefill(*cache_, s, prompt, observer());
+    std::vector<float> seen(prompt.size(), 0.0F);
+    constexpr std::size_t chunk = 256;  // rows of logits that are in memory at a time
+    for (std::size_t begin = 0; begin < prompt.size(); begin += chunk) {
+      const engine::Segment segment{s,
+                                    prompt.subspan(begin, std::min(chunk, prompt.size() - begin))};
+      const kvtrim::Status status =
+          model.forward(*cache_, {&segment, 1}, engine::LogitRows::all, observer());
+      if (status != kvtrim::Status::ok) return status;
+      for (std::size_t i = 0; i < segment.tokens.size() && begin + i + 1 < prompt.size(); ++i) {
+        seen[begin + i + 1] =
+            kvtrim::surprisal(model.logits(static_cast<Eigen::Index>(i)), prompt[begin + i + 1]);
+      }
+    }
+    surprisal_.resize(seen.size());
+    kvtrim::pool(seen, kvtrim::Pooling::average, 7, surprisal_);
+    return kvtrim::Status::ok;
   }
 
   /// Copies what was seen of a sequence to its fork.
@@ -100,6 +150,14 @@ class Evictor {
                        const kvtrim::PlanOptions& options = {}) {
     prepare(policy, s);
     kvtrim::Observation seen = observation(s);
+    if (std::holds_alternative<kvtrim::PageSelector<kvtrim::ExternalParams>>(policy)) {
+      if (surprisal_.size() != static_cast<std::size_t>(cache_->live_rows(s))) {
+        throw std::runtime_error("score=surprisal acts once, at the end of the prompt");
+      }
+      // One score a token for all layers and KV heads.
+      seen.scores = kvtrim::SequencePlane::dense(surprisal_.data(), 1, 1, cache_->live_rows(s));
+      seen.scores.layer_stride = seen.scores.head_stride = seen.scores.sequence_stride = 0;
+    }
     seen.budgets = &keep;
     seen.budget_rows = {0, 0, 0};
     const kvtrim::Report report = std::visit(
@@ -159,11 +217,19 @@ class Evictor {
   Needs needs_;
   engine::OpenMp executor_;
   std::optional<kvtrim::QueryRing> ring_;
+  std::vector<float> surprisal_;  // of the last prompt, pooled
   std::vector<std::byte> scratch_;
   std::vector<std::byte> workspace_;
   std::int32_t heads_ = 0;
   std::int32_t head_dim_ = 0;
 };
+
+/// Page tables of a sequence of a cache made with `params`.
+[[nodiscard]] inline std::int32_t tables_of(const kvtrim::PagedCache::Params& params) {
+  return params.scope == kvtrim::TableScope::group   ? 1
+         : params.scope == kvtrim::TableScope::layer ? params.layers
+                                                     : params.layers * params.kv_heads;
+}
 
 /// Bytes of keys and values of the live rows of sequence `s`.
 [[nodiscard]] inline std::int64_t live_bytes(kvtrim::PagedCache& cache, kvtrim::SequenceId s) {

@@ -7,8 +7,11 @@
 #include <kvtrim/budget/rows.hpp>
 #include <kvtrim/policy/full.hpp>
 #include <kvtrim/policy/heavy_hitter.hpp>
+#include <kvtrim/policy/page_selector.hpp>
 #include <kvtrim/policy/snapkv_selector.hpp>
 #include <kvtrim/policy/streaming_sink.hpp>
+#include <kvtrim/score/accumulate_params.hpp>
+#include <kvtrim/score/key_diff_params.hpp>
 
 #include <algorithm>
 #include <charconv>
@@ -28,8 +31,14 @@
 namespace program {
 
 /// Any of the library's policies.
-using AnyPolicy =
-    std::variant<kvtrim::Full, kvtrim::StreamingSink, kvtrim::HeavyHitter, kvtrim::SnapKVSelector>;
+using AnyPolicy = std::variant<kvtrim::Full,
+                               kvtrim::StreamingSink,
+                               kvtrim::HeavyHitter,
+                               kvtrim::SnapKVSelector,
+                               kvtrim::PageSelector<kvtrim::WindowParams>,
+                               kvtrim::PageSelector<kvtrim::KeyDiffParams>,
+                               kvtrim::PageSelector<kvtrim::AccumulateParams>,
+                               kvtrim::PageSelector<kvtrim::ExternalParams>>;
 
 namespace detail {
 
@@ -43,7 +52,21 @@ inline const std::vector<KnownPolicy>& known_policies() {
       {"full", {}},
       {"streaming", {"sinks", "form"}},
       {"h2o", {"recent", "sinks", "mode", "interval", "grace", "decay", "age", "squared"}},
-      {"snapkv", {"window", "kernel", "pool", "rows", "group", "columns", "sinks"}},
+      {"snapkv", {"config", "window", "kernel", "pool", "rows", "group", "columns", "sinks"}},
+      {"page",
+       {"score",
+        "unit",
+        "window",
+        "kernel",
+        "pool",
+        "rows",
+        "group",
+        "columns",
+        "sinks",
+        "norm",
+        "reduce",
+        "top",
+        "heads"}},
   };
   return known;
 }
@@ -66,7 +89,12 @@ inline constexpr const char* spec_help =
   h2o        recent=0.5 (below 1: a share of the budget; else rows), sinks=0,
              mode=real_drop|greedy|promote, interval=1, grace=0, decay=1, age=0|1, squared=0|1
   snapkv     window=32, kernel=5, pool=avg|max, rows=mean|sum|max, group=mean|sum|max,
-             columns=candidates|all, sinks=0
+             columns=candidates|all, sinks=0; config=paper|maxima (maxima: rows=max, group=max,
+             pool=max, kernel=15, columns=all, sinks=4)
+  page       whole pages: score=window|keydiff|h2o|surprisal, unit=layer|group|head (who shares a page
+             set), window=32, sinks=1, norm=sum|none, reduce=max|mean|top (top=4), heads=sum|max;
+             score=window: kernel=5, pool=avg|max, rows=max|mean|sum, group=mean|max|sum,
+             columns=all|candidates; score=surprisal (for questions that come later): window=16, sinks=4
 All but full also take the size: removed=0.5 (fraction of the rows that go) or budget=256 (rows).
 )";
 
@@ -188,25 +216,89 @@ class PolicySpec {
       return kvtrim::HeavyHitter(p);
     }
     if (name_ == "snapkv") {
-      using kvtrim::Reduction;
-      kvtrim::SnapKVSelector::Params p;
-      const std::vector<std::pair<std::string_view, Reduction>> reductions{
-          {"mean", Reduction::mean}, {"sum", Reduction::sum}, {"max", Reduction::max}};
+      const bool maxima = word("config", false, {{"paper", false}, {"maxima", true}});
+      kvtrim::SnapKVSelector::Params p =
+          maxima ? kvtrim::SnapKVSelector::maxima(keep) : kvtrim::SnapKVSelector::Params{};
+      const kvtrim::WindowParams w = window_params({static_cast<std::int32_t>(p.window),
+                                                    static_cast<std::int32_t>(p.kernel),
+                                                    p.rows,
+                                                    p.group,
+                                                    p.pooling,
+                                                    p.columns});
       p.window = integer("window", p.window);
       p.kernel = integer("kernel", p.kernel);
       p.sinks = integer("sinks", p.sinks);
-      p.pooling = word(
-          "pool", p.pooling, {{"avg", kvtrim::Pooling::average}, {"max", kvtrim::Pooling::max}});
-      p.rows = word("rows", p.rows, reductions);
-      p.group = word("group", p.group, reductions);
-      p.columns = word("columns",
-                       p.columns,
-                       {{"candidates", kvtrim::PoolColumns::candidates},
-                        {"all", kvtrim::PoolColumns::all_columns}});
+      p.rows = w.rows, p.group = w.group, p.pooling = w.pooling, p.columns = w.columns;
       p.budget = std::max<std::int64_t>(keep, p.window + p.sinks);
       return kvtrim::SnapKVSelector(p);
     }
+    if (name_ == "page") {
+      enum class Score { window, keydiff, h2o, surprisal };
+      switch (word("score",
+                   Score::window,
+                   {{"window", Score::window},
+                    {"keydiff", Score::keydiff},
+                    {"h2o", Score::h2o},
+                    {"surprisal", Score::surprisal}})) {
+        case Score::window: {
+          kvtrim::PageSelector<kvtrim::WindowParams>::Params p;
+          p.scores = window_params(p.scores);
+          p.scores.window = static_cast<std::int32_t>(
+              std::clamp<std::int64_t>(integer("window", p.window), 1, 1 << 20));
+          p.scores.kernel = static_cast<std::int32_t>(
+              std::clamp<std::int64_t>(integer("kernel", p.scores.kernel), 0, 1 << 20));
+          if (p.scores.kernel % 2 == 0) fail("kernel", "is not odd");
+          return pages(p, keep);
+        }
+        case Score::keydiff:
+          return pages(kvtrim::PageSelector<kvtrim::KeyDiffParams>::Params{}, keep);
+        case Score::h2o:
+          return pages(kvtrim::PageSelector<kvtrim::AccumulateParams>::Params{}, keep);
+        case Score::surprisal:
+          return pages(kvtrim::agnostic_pages(keep), keep);
+      }
+    }
     return kvtrim::Full{};
+  }
+
+  [[nodiscard]] kvtrim::WindowParams window_params(kvtrim::WindowParams p) const {
+    using kvtrim::Reduction;
+    const std::vector<std::pair<std::string_view, Reduction>> reductions{
+        {"mean", Reduction::mean}, {"sum", Reduction::sum}, {"max", Reduction::max}};
+    p.rows = word("rows", p.rows, reductions);
+    p.group = word("group", p.group, reductions);
+    p.pooling =
+        word("pool", p.pooling, {{"avg", kvtrim::Pooling::average}, {"max", kvtrim::Pooling::max}});
+    p.columns = word("columns",
+                     p.columns,
+                     {{"candidates", kvtrim::PoolColumns::candidates},
+                      {"all", kvtrim::PoolColumns::all_columns}});
+    return p;
+  }
+
+  template <class Params>
+  [[nodiscard]] AnyPolicy pages(Params p, std::int32_t keep) const {
+    using kvtrim::PageUnit;
+    p.unit = word("unit",
+                  PageUnit::per_layer,
+                  {{"layer", PageUnit::per_layer},
+                   {"group", PageUnit::per_group},
+                   {"head", PageUnit::per_table}});
+    p.window = integer("window", p.window);
+    p.sinks = integer("sinks", p.sinks);
+    p.pages.norm = word(
+        "norm", p.pages.norm, {{"sum", kvtrim::HeadNorm::sum}, {"none", kvtrim::HeadNorm::none}});
+    p.pages.reduction = word("reduce",
+                             p.pages.reduction,
+                             {{"max", kvtrim::PageReduction::max},
+                              {"mean", kvtrim::PageReduction::mean},
+                              {"top", kvtrim::PageReduction::top_m}});
+    p.pages.top_m = static_cast<std::int32_t>(
+        std::clamp<std::int64_t>(integer("top", p.pages.top_m), 0, 1 << 20));
+    p.pages.heads = word(
+        "heads", p.pages.heads, {{"sum", kvtrim::Reduction::sum}, {"max", kvtrim::Reduction::max}});
+    p.budget = std::max<std::int64_t>({keep, p.sinks + p.window, 1});
+    return kvtrim::PageSelector<decltype(p.scores)>(p);
   }
 
   [[noreturn]] void fail(const std::string& key, const std::string& what) const {

@@ -19,27 +19,27 @@ namespace kvtrim {
 /// `(r + first_row) % page_size`. Rows are numbered 0..live-1, but for a hole (`SequenceState::append_row`) that the
 /// overwriting way of removal leaves until the next append fills it.
 struct CacheView {
-  Plane k{};                     ///< keys
-  Plane v{};                     ///< values; its head_dim may differ
-  Plane unrotated_keys{};        ///< keys before RoPE, moved with the rows; a null base: none
+  Plane k{};                   ///< keys
+  Plane v{};                   ///< values; its head_dim may differ
+  Plane unrotated_keys{};      ///< keys before RoPE, moved with the rows; a null base: none
   std::int32_t page_size = 0;  ///< rows a page
   std::int32_t pages = 0;      ///< pages of the pool: ids are below this
   std::int32_t kv_heads = 0;   ///< KV heads a layer
   std::int32_t layers = 1;     ///< layers
   std::int32_t sequences = 0;  ///< sequences
   TableScope scope = TableScope::group;  ///< what one table serves
-  PageTable table{};                       ///< the tables
+  PageTable table{};                     ///< the tables
   const std::int32_t* lengths =
       nullptr;  ///< live rows, indexed by `length_rows`; null: `states` has them
   const std::int32_t* last_page_len =
-      nullptr;         ///< CSR: rows in the last page, by table row, in place of `lengths`
+      nullptr;           ///< CSR: rows in the last page, by table row, in place of `lengths`
   RowMap length_rows{};  ///< index of a length
   const std::int32_t* first_rows = nullptr;  ///< [sequences] left padding in rows; null: none
-  SequenceState* states = nullptr;    ///< [sequences, tables_per_sequence]; null: fresh prompts
-  Writable writable{};                  ///< pages that may be written
-  SequencePlane positions{};            ///< `Position` of each row; absent: row r is position r
-  SequencePlane rope_positions{};       ///< int32; absent: the same as the positions
-  SequencePlane score_sums{};           ///< float, accumulated scores; absent if no policy needs them
+  SequenceState* states = nullptr;  ///< [sequences, tables_per_sequence]; null: fresh prompts
+  Writable writable{};              ///< pages that may be written
+  SequencePlane positions{};        ///< `Position` of each row; absent: row r is position r
+  SequencePlane rope_positions{};   ///< int32; absent: the same as the positions
+  SequencePlane score_sums{};       ///< float, accumulated scores; absent if no policy needs them
   SequencePlane score_compensations{};  ///< float, rounding error of `score_sums`
   const PagePlane* page_planes =
       nullptr;                        ///< [page_plane_count] more data that moves with the rows

@@ -31,7 +31,7 @@ struct RowMap {
 struct PageTable {
   const std::int32_t* ids = nullptr;     ///< page ids of K, and of V where `v_offset` is 0
   const std::int32_t* indptr = nullptr;  ///< CSR row starts, or null
-  RowMap rows{};                           ///< which row serves whom
+  RowMap rows{};                         ///< which row serves whom
   std::int64_t row_stride = 0;           ///< dense: ids between rows
   std::int32_t max_pages = 0;            ///< dense: entries of a row
   std::int64_t v_offset = 0;  ///< ids from K's entry to V's (TensorRT-LLM); 0: one id for both

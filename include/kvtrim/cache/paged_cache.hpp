@@ -248,7 +248,9 @@ class PagedCache {
   Status try_truncate(SequenceId s, Position next) noexcept {
     KVTRIM_ASSERT(raw(next) >= 0);
     if (!alive(s)) { return Status::no_such_sequence; }
-    if (next >= next_position(s)) { return Status::ok; }  // rows and shared pages are left alone, a hole too
+    if (next >= next_position(s)) {
+      return Status::ok;
+    }  // rows and shared pages are left alone, a hole too
     const CacheView all = view();
     for (std::int32_t t = 0; t < tables_; ++t) {
       if (const Status status = truncated_rows(all, s, t, next).status; status != Status::ok) {

@@ -7,6 +7,8 @@
 #include <kvtrim/evict/plan.hpp>
 #include <kvtrim/evict/rerotate.hpp>
 
+#include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <span>
 
@@ -62,7 +64,7 @@ class HeadMover {
     });
     if (rerotator_.mode() == PositionMode::keep) { return; }
     for_each_target(kept, table_.removal, [&](std::int32_t, std::int32_t to, std::int32_t i) {
-      renumber(new_place(to), to, ranks.empty() ? to : ranks[static_cast<index>(i)]);
+      renumber(new_place(to), to, ranks.empty() ? i : ranks[static_cast<index>(i)]);
     });
   }
 
@@ -115,14 +117,17 @@ class HeadMover {
   [[nodiscard]] std::int32_t window_begin() const noexcept {
     const auto ranks = plan_.ranks(s_, l_, h_);
     std::int32_t begin = 0;
-    if (ranks.empty()) { return view_.rope_position(s_, l_, h_, rerotator_.sinks()); }
-    for_each_target(plan_.kept_list(s_, l_, h_),
-                    table_.removal,
-                    [&](std::int32_t, std::int32_t to, std::int32_t i) {
-                      if (ranks[static_cast<index>(i)] == rerotator_.sinks()) {
-                        begin = view_.rope_position(s_, l_, h_, to);
-                      }
-                    });
+    if (table_.removal == Removal::drop_pages) {
+      return view_.rope_position(s_, l_, h_, rerotator_.sinks());
+    }
+    for_each_target(
+        plan_.kept_list(s_, l_, h_),
+        table_.removal,
+        [&](std::int32_t, std::int32_t to, std::int32_t i) {
+          if ((ranks.empty() ? i : ranks[static_cast<index>(i)]) == rerotator_.sinks()) {
+            begin = view_.rope_position(s_, l_, h_, to);
+          }
+        });
     return begin;
   }
 
@@ -136,6 +141,37 @@ class HeadMover {
   const TablePlan& table_;
 };
 
+// Whether the lengths and pages of a plan of the view's shape can be the view's: a plan read back from bytes may say
+// anything.
+[[nodiscard]] inline bool fits(const PlanView& plan, const CacheView& view) noexcept {
+  const auto page_of_pool = [&](PageId p) { return raw(p) >= 0 && raw(p) < view.pages; };
+  for (std::int32_t i = 0; i < view.sequences; ++i) {
+    const SequenceId s{i};
+    const auto padding = static_cast<std::size_t>(view.first_row(s) / view.page_size);
+    for (std::int32_t t = 0; t < view.tables_per_sequence(); ++t) {
+      const TablePlan& table = plan.table(s, t);
+      if (!table.evicts) { continue; }
+      const LayerId l = view.first_layer(t);
+      const HeadId h = view.first_head(t);
+      const std::int32_t hole = view.state(s, l, h).append_row >= 0 ? 1 : 0;
+      const auto k = plan.k_pages(s, t);
+      const auto v = plan.v_pages(s, t);
+      if (table.live_before != view.live_rows(s, l, h) ||
+          table.extent_before != table.live_before + hole || table.first_row != view.first_row(s) ||
+          table.pages_before != pages_for(table.extent_before + table.first_row, view.page_size) ||
+          table.pages_after * static_cast<std::int64_t>(view.page_size) <
+              static_cast<std::int64_t>(table.live_after) + table.first_row ||
+          k.size() < padding ||
+          !std::all_of(k.begin() + static_cast<std::ptrdiff_t>(padding), k.end(), page_of_pool) ||
+          !std::all_of(v.begin() + static_cast<std::ptrdiff_t>(padding), v.end(), page_of_pool) ||
+          !std::ranges::all_of(plan.released(s, t), page_of_pool)) {
+        return false;
+      }
+    }
+  }
+  return true;
+}
+
 }  // namespace detail
 
 /// Moves and rotates what `plan` says. Tables and lengths stay until `commit`.
@@ -144,7 +180,8 @@ class HeadMover {
 /// \param view       the cache, unchanged since the plan was made
 /// \param rerotator  the one the plan was made with
 /// \returns `ok`; `stale_plan` if the view changed or the plan was applied before; the plan's own status if it is not
-///   usable; `bad_observation` if the plan is of another shape or position mode. Nothing is written then
+///   usable; `bad_observation` if the plan is of another shape or position mode, or names pages that the view does not
+///   have. Nothing is written then
 /// \par Complexity
 /// O(rows that stay) a KV head; no allocation; cannot fail once it writes
 /// \par Thread-safety
@@ -165,6 +202,7 @@ Status apply(const PlanView& plan,
   if (header->stage != detail::PlanStage::planned || header->generation != generation_of(view)) {
     return Status::stale_plan;
   }
+  if (!detail::fits(plan, view)) { return Status::bad_observation; }
   const std::int64_t heads = static_cast<std::int64_t>(view.layers) * view.kv_heads;
   executor.for_each(view.sequences * heads, [&](std::int64_t item, std::int32_t) noexcept {
     const SequenceId s{static_cast<std::int32_t>(item / heads)};

@@ -107,8 +107,8 @@ class DenseTables {
         ids_ + view_.table.rows(u.sequence, u.layer, u.head) * view_.table.row_stride;
     std::int32_t* const v = k + view_.table.v_offset;
     for (std::size_t e = 0; e < static_cast<std::size_t>(u.pages_before); ++e) {
-      k[e] = e < u.k_pages.size() ? raw(u.k_pages[e]) : view_.table.null_id;
-      v[e] = e < u.v_pages.size() ? raw(u.v_pages[e]) : view_.table.null_id;
+      k[e] = id_of(e < u.k_pages.size() ? u.k_pages[e] : null_page);
+      v[e] = id_of(e < u.v_pages.size() ? u.v_pages[e] : null_page);
     }
     if (lengths_ != nullptr) {
       lengths_[view_.length_rows(u.sequence, u.layer, u.head)] = u.state.live_rows;
@@ -130,6 +130,10 @@ class DenseTables {
   }
 
  private:
+  [[nodiscard]] std::int32_t id_of(PageId p) const noexcept {
+    return p == null_page ? view_.table.null_id : raw(p);
+  }
+
   CacheView view_;
   std::int32_t* ids_;
   std::int32_t* lengths_;

@@ -2,7 +2,8 @@
 #pragma once
 
 // A plan is one block of bytes without pointers: a header, then arrays at offsets that the header names. So a plan can
-// be copied, compared, written to a file and read back.
+// be copied, compared, written to a file and read back. Over 400 lines: a format, its accessors and the check of bytes
+// from outside must agree.
 
 #include <kvtrim/cache/table_update.hpp>
 #include <kvtrim/core/status.hpp>
@@ -13,6 +14,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <initializer_list>
 #include <span>
 #include <string>
 #include <vector>
@@ -28,6 +30,7 @@ struct TablePlan {
   std::int32_t live_before = 0;            ///< live rows
   std::int32_t live_after = 0;             ///< rows that stay
   std::int32_t extent_before = 0;          ///< rows in use, a hole included
+  std::int32_t first_row = 0;              ///< rows of left padding
   std::int32_t append_row = -1;            ///< row of the next append, if it is a hole
   std::int32_t pages_before = 0;           ///< entries in use
   std::int32_t pages_after = 0;            ///< entries afterwards
@@ -226,16 +229,16 @@ class PlanView {
   void for_each_kept(SequenceId s, LayerId l, HeadId h, F&& f) const {
     const std::int32_t t = table_of(l, h);
     const TablePlan& plan = table(s, t);
-    const auto all_but = [&](std::int32_t begin, std::int32_t end) {
-      for (std::int32_t r = begin; r < end; ++r) {
-        if (r != head(s, l, h).victim) { f(r); }
-      }
-    };
     if (!plan.evicts || plan.removal == Removal::overwrite_slot) {
-      all_but(0, plan.extent_before);
+      const std::int32_t gone = plan.evicts ? head(s, l, h).victim : plan.append_row;
+      for (std::int32_t r = 0; r < plan.extent_before; ++r) {
+        if (r != gone) { f(r); }
+      }
     } else if (plan.removal == Removal::drop_pages) {
       for (const std::int32_t e : sources(s, t)) {
-        all_but(e * header_->page_size, std::min((e + 1) * header_->page_size, plan.extent_before));
+        const std::int32_t begin = e * header_->page_size - plan.first_row;
+        const std::int32_t end = std::min(begin + header_->page_size, plan.extent_before);
+        for (std::int32_t r = std::max(0, begin); r < end; ++r) { f(r); }
       }
     } else {
       for (const std::int32_t r : kept_list(s, l, h)) { f(r); }
@@ -275,9 +278,11 @@ class PlanView {
       for (std::int32_t t = 0; t < x.tables; ++t) {
         const SequenceId q{s};
         if (!std::ranges::equal(a.k_pages(q, t), b.k_pages(q, t)) ||
+            !std::ranges::equal(a.v_pages(q, t), b.v_pages(q, t)) ||
             !std::ranges::equal(a.released(q, t), b.released(q, t)) ||
             a.table(q, t).append_row != b.table(q, t).append_row ||
-            a.table(q, t).evicts != b.table(q, t).evicts) {
+            a.table(q, t).evicts != b.table(q, t).evicts ||
+            (a.table(q, t).evicts && a.table(q, t).removal != b.table(q, t).removal)) {
           return false;
         }
       }
@@ -328,18 +333,14 @@ class Plan {
   }
   /// Reads a plan back from what `PlanView::bytes` gave.
   ///
-  /// \returns an empty plan with status `bad_observation` if `bytes` are no plan
+  /// \returns an empty plan with status `bad_observation` if `bytes` are no plan: any count, offset, row or enumerator out
+  ///   of its range. Whether it fits a cache is `apply`'s to say
   [[nodiscard]] static Plan from_bytes(std::span<const std::byte> bytes) {
     Plan plan;
-    detail::PlanHeader header;
     plan.failure_ = Status::bad_observation;
-    if (bytes.size() < sizeof header) { return plan; }
-    std::memcpy(static_cast<void*>(&header), bytes.data(), sizeof header);
-    if (header.magic != detail::plan_magic ||
-        header.bytes != static_cast<std::int64_t>(bytes.size())) {
-      return plan;
-    }
+    if (!has_layout(bytes)) { return plan; }
     plan.bytes_.assign(bytes.begin(), bytes.end());
+    if (!has_sound_lists(plan.view())) { plan.bytes_.clear(); }
     return plan;
   }
   /// The plan; valid while this object is neither changed nor moved from.
@@ -351,6 +352,127 @@ class Plan {
   [[nodiscard]] bool empty() noexcept { return view().empty(); }
 
  private:
+  // Whether the header's counts and offsets are those of a block of this size, and every bool is one.
+  [[nodiscard]] static bool has_layout(std::span<const std::byte> bytes) noexcept {
+    using detail::PlanHeader;
+    const auto size = static_cast<std::int64_t>(bytes.size());
+    if (size < static_cast<std::int64_t>(sizeof(PlanHeader))) { return false; }
+    const auto is_bool = [&](std::int64_t at) {
+      return std::to_integer<unsigned>(bytes[static_cast<std::size_t>(at)]) <= 1U;
+    };
+    if (!is_bool(offsetof(PlanHeader, separate_values))) { return false; }
+    PlanHeader x;
+    std::memcpy(static_cast<void*>(&x), bytes.data(), sizeof x);
+    if (x.magic != detail::plan_magic || x.bytes != size ||
+        x.stage > detail::PlanStage::committed || x.status > Status::length_beyond_table ||
+        x.positions > PositionMode::sinks_follow || x.scope > TableScope::head || x.page_size < 1 ||
+        x.max_rows < 0 || x.max_pages != pages_for(x.max_rows, x.page_size) ||
+        x.spares_needed < 0) {
+      return false;
+    }
+    // A product of counts, or -1 where it is beyond the size of the block.
+    const auto product = [&](std::initializer_list<std::int64_t> counts) {
+      std::int64_t n = 1;
+      for (const std::int64_t c : counts) {
+        if (c < 0 || (c > 0 && n > size / c)) { return std::int64_t{-1}; }
+        n *= c;
+      }
+      return n;
+    };
+    const std::int64_t heads = product({x.sequences, x.layers, x.kv_heads});
+    const std::int64_t tables = product({x.sequences, x.tables});
+    if (heads < 0 || tables < 0 ||
+        x.tables != (x.scope == TableScope::group   ? 1
+                     : x.scope == TableScope::layer ? x.layers
+                                                    : product({x.layers, x.kv_heads}))) {
+      return false;
+    }
+    std::int64_t end = sizeof x;
+    const auto holds = [&](std::int64_t offset, std::int64_t count, std::int64_t element_bytes) {
+      const std::int64_t needed = count < 0 ? -1 : product({count, element_bytes});
+      const bool fits = needed >= 0 && offset >= end && offset % 8 == 0 && offset <= size - needed;
+      end = offset + needed;
+      return fits;
+    };
+    if (!holds(x.table_plans, tables, sizeof(TablePlan)) ||
+        !holds(x.head_plans, heads, sizeof(HeadPlan)) ||
+        !holds(x.rows, product({heads, x.max_rows}), 4) ||
+        !holds(x.ranks, product({heads, x.max_rows}), 4) ||
+        !holds(x.pages, product({tables, 2, x.max_pages}), 4) ||
+        !holds(x.sources, product({tables, x.max_pages}), 4) ||
+        !holds(x.released, product({tables, 2, x.max_pages}), 4)) {
+      return false;
+    }
+    for (std::int64_t t = 0; t < tables; ++t) {
+      const std::int64_t at = x.table_plans + t * static_cast<std::int64_t>(sizeof(TablePlan));
+      if (!is_bool(at + static_cast<std::int64_t>(offsetof(TablePlan, evicts))) ||
+          !is_bool(at + static_cast<std::int64_t>(offsetof(TablePlan, ordered_after)))) {
+        return false;
+      }
+    }
+    return true;
+  }
+
+  // Whether every list lies within its row, and names rows and entries that the table had.
+  [[nodiscard]] static bool has_sound_lists(const PlanView& plan) noexcept {
+    const detail::PlanHeader& x = *plan.header();
+    const auto within = [](std::int32_t i, std::int32_t low, std::int32_t high) {
+      return i >= low && i <= high;
+    };
+    const auto sound_table = [&](SequenceId s, std::int32_t t) {
+      const TablePlan& p = plan.table(s, t);
+      return p.status <= Status::length_beyond_table && p.removal <= Removal::stable_pack &&
+             within(p.extent_before, 0, x.max_rows) && within(p.live_before, 0, p.extent_before) &&
+             within(p.live_after, 0, p.live_before) && within(p.append_row, -1, p.extent_before) &&
+             within(p.first_row, 0, x.max_rows - p.extent_before) &&
+             within(p.pages_before, 0, x.max_pages) && within(p.pages_after, 0, p.pages_before) &&
+             within(p.released, 0, 2 * x.max_pages) && within(p.shared_kept, 0, p.pages_after) &&
+             within(p.spare_pages, 0, p.pages_after) &&
+             std::ranges::all_of(plan.sources(s, t), [&](std::int32_t e) {
+               return within(e, -1, p.pages_before - 1) &&
+                      (e >= 0 || !p.evicts || p.removal != Removal::drop_pages);
+             });
+    };
+    const auto sound_head = [&](SequenceId s, LayerId l, HeadId h) {
+      const TablePlan& p = plan.table(s, plan.table_of(l, h));
+      const HeadPlan& q = plan.head(s, l, h);
+      const bool packs =
+          p.evicts && p.removal != Removal::overwrite_slot && p.removal != Removal::drop_pages;
+      const bool counts = within(q.kept, 0, x.max_rows) &&
+                          within(q.evicted, 0, x.max_rows - q.kept) &&
+                          within(q.victim, -1, p.extent_before - 1) && within(q.has_ranks, 0, 1) &&
+                          (!packs || q.kept == p.live_after) &&
+                          (!p.evicts || p.removal != Removal::overwrite_slot || q.victim >= 0);
+      std::int32_t last = -1;
+      return counts &&
+             std::ranges::all_of(plan.kept_list(s, l, h),
+                                 [&](std::int32_t r) {
+                                   const bool ascends = within(r, last + 1, p.extent_before - 1);
+                                   last = r;
+                                   return ascends;
+                                 }) &&
+             std::ranges::all_of(plan.ranks(s, l, h),
+                                 [&](std::int32_t r) { return within(r, 0, q.kept - 1); });
+    };
+    std::int64_t evicted = 0;
+    std::int64_t kept = 0;
+    for (std::int32_t s = 0; s < x.sequences; ++s) {
+      for (std::int32_t t = 0; t < x.tables; ++t) {
+        if (!sound_table(SequenceId{s}, t)) { return false; }
+      }
+      for (std::int32_t l = 0; l < x.layers; ++l) {
+        for (std::int32_t h = 0; h < x.kv_heads; ++h) {
+          if (!sound_head(SequenceId{s}, LayerId{l}, HeadId{h})) { return false; }
+          const std::int32_t gone = plan.head(SequenceId{s}, LayerId{l}, HeadId{h}).evicted;
+          evicted += gone;
+          kept +=
+              plan.table(SequenceId{s}, plan.table_of(LayerId{l}, HeadId{h})).live_before - gone;
+        }
+      }
+    }
+    return evicted == x.evicted_rows && kept == x.kept_rows;
+  }
+
   std::vector<std::byte> bytes_;
   Status failure_ = Status::ok;
 };

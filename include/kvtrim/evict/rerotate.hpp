@@ -149,6 +149,15 @@ class Rerotator {
           "kvtrim::Rerotator: keys of dtype {} cannot be rotated; use PositionMode::keep",
           to_string(view.k.dtype));
     }
+    if (source_ &&
+        (!readable(view.unrotated_keys.dtype) || view.unrotated_keys.head_dim != view.k.head_dim)) {
+      detail::throw_invalid_argument(
+          "kvtrim::Rerotator: un-rotated keys of dtype {} and head_dim {} cannot be rotated into "
+          "keys of head_dim {}",
+          to_string(view.unrotated_keys.dtype),
+          view.unrotated_keys.head_dim,
+          view.k.head_dim);
+    }
     if (mode == PositionMode::in_cache && view.k.dtype != DType::f32 && !source_) {
       detail::throw_invalid_argument(
           "kvtrim::Rerotator: {} keys lose about half of their value in 1,000 rotations; keep "

@@ -23,6 +23,7 @@ struct DemandInput {
   SequenceState state;         ///< of the table
   std::int32_t live = 0;       ///< live rows
   std::int32_t page_size = 1;  ///< rows a page
+  std::int32_t first_row = 0;  ///< rows of left padding: page borders count from before them
   std::int32_t budget =
       -1;  ///< budget given at run time (`Observation::budgets`); -1: the policy's own
 };

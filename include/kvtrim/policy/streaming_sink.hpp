@@ -38,8 +38,9 @@ class StreamingSink {
     SinkForm form = SinkForm::pages;  ///< page borders
     std::int64_t capacity =
         0;  ///< rows the cache has; recent is cut to capacity - sinks. 0: no limit
-    std::int64_t hard_budget =
-        0;  ///< `pages`: rows that may never be exceeded after a cut; the window shrinks. 0: none
+    /// Rows that stay at most after a cut, whole pages counted: recent is cut to hard_budget - sinks, and in `pages` form
+    /// the window shrinks to a page border; where not even one page fits, it stays and the plan is `over_budget`. 0: none
+    std::int64_t hard_budget = 0;
   };
   static constexpr std::string_view name = "streaming";
 
@@ -72,9 +73,12 @@ class StreamingSink {
     if (params_.capacity != 0) {
       params_.recent = std::min(params_.recent, params_.capacity - params_.sinks);
     }
+    if (params_.hard_budget != 0) {
+      params_.recent = std::min(params_.recent, params_.hard_budget - params_.sinks);
+    }
   }
 
-  /// What it was made of; recent as cut to the capacity.
+  /// What it was made of; recent as cut to the capacity and the hard budget.
   [[nodiscard]] constexpr const Params& params() const noexcept { return params_; }
 
   /// The same policy, to be applied before `n` new rows come: cuts to sinks + recent - n, so that no query sees more
@@ -89,12 +93,12 @@ class StreamingSink {
     return static_cast<std::int32_t>(params_.recent);
   }
 
-  /// Pages of one table that are in use at most, when at most `chunk` rows are added between cuts.
+  /// Pages of one table that are in use at most, when at most `chunk` rows are added between cuts: just before a cut.
   [[nodiscard]] constexpr std::int32_t max_pages(std::int32_t page_size,
                                                  std::int32_t chunk = 1) const noexcept {
-    const auto sinks = static_cast<std::int32_t>(params_.sinks);
-    const auto recent = static_cast<std::int32_t>(params_.recent);
-    return pages_for(sinks, page_size) + pages_for(recent + chunk - 1 + page_size - 1, page_size);
+    const std::int64_t window = params_.recent + chunk + page_size - 1;
+    return pages_for(static_cast<std::int32_t>(params_.sinks), page_size) +
+           static_cast<std::int32_t>((window + page_size - 1) / page_size);
   }
 
   /// Rows that stay.
@@ -102,20 +106,26 @@ class StreamingSink {
     const auto sinks = static_cast<std::int32_t>(params_.sinks);
     std::int32_t recent = static_cast<std::int32_t>(params_.recent);
     if (in.budget >= 0) { recent = std::max(0, in.budget - sinks); }
+    if (params_.hard_budget > 0) {
+      recent = static_cast<std::int32_t>(
+          std::min<std::int64_t>(recent, params_.hard_budget - params_.sinks));
+    }
     if (incoming_ > recent) { return {in.live, {}, 0, Status::chunk_too_long}; }
-    if (in.live + incoming_ <= sinks + recent) {
+    // A budget below the sinks keeps them all the same: the planner compares `keep` with what is protected.
+    const bool below_sinks = in.budget >= 0 && in.budget < sinks;
+    const std::int32_t most = below_sinks ? in.budget : sinks + recent;
+    if (static_cast<std::int64_t>(in.live) + incoming_ <= most) {
       return {in.live, {sinks, recent}, recent, Status::ok};
     }
     recent -= incoming_;
-    if (params_.form == SinkForm::pages && params_.hard_budget > 0) {
-      recent = std::min(recent, whole_page_window(in));
+    Status status = Status::ok;
+    if (params_.form == SinkForm::pages && params_.hard_budget > 0 &&
+        rows_on_pages(in, recent) + incoming_ > params_.hard_budget) {
+      const std::int32_t window = whole_page_window(in);
+      recent = std::min(recent, std::max(1, window));
+      if (window < 1) { status = Status::over_budget; }
     }
-    const std::int32_t keep = sinks + recent;
-    // A budget below the sinks keeps them all the same: the planner compares `keep` with what is protected.
-    return {in.budget >= 0 && in.budget < sinks ? in.budget : keep,
-            {sinks, recent},
-            recent,
-            Status::ok};
+    return {below_sinks ? in.budget : sinks + recent, {sinks, recent}, recent, status};
   }
 
   /// By the form.
@@ -126,15 +136,29 @@ class StreamingSink {
   [[nodiscard]] constexpr NoScores scorer() const noexcept { return {}; }
 
  private:
-  // Longest window that starts on a page border and keeps sink pages + window within the hard budget.
+  // Rows of the pages that hold sinks or left padding.
+  [[nodiscard]] constexpr std::int64_t sink_rows(const DemandInput& in) const noexcept {
+    const std::int64_t end = params_.sinks + in.first_row + in.page_size - 1;
+    return end / in.page_size * in.page_size - in.first_row;
+  }
+  // Rows of whole pages that a window of `recent` rows keeps, those of the sinks included.
+  [[nodiscard]] constexpr std::int64_t rows_on_pages(const DemandInput& in,
+                                                     std::int32_t recent) const noexcept {
+    const std::int64_t first = static_cast<std::int64_t>(in.live) - recent + in.first_row;
+    const std::int64_t begin =
+        recent == 0 ? in.live : first / in.page_size * in.page_size - in.first_row;
+    return std::min<std::int64_t>(in.live,
+                                  sink_rows(in) + std::max<std::int64_t>(0, in.live - begin));
+  }
+  // Longest window that starts on a page border and keeps sink pages + window + chunk within the hard budget; below 1
+  // where there is none.
   [[nodiscard]] constexpr std::int32_t whole_page_window(const DemandInput& in) const noexcept {
-    const std::int64_t sink_rows = static_cast<std::int64_t>(pages_for(
-                                       static_cast<std::int32_t>(params_.sinks), in.page_size)) *
-                                   in.page_size;
-    const std::int64_t most = std::max<std::int64_t>(0, params_.hard_budget - sink_rows);
-    const std::int64_t first = std::max<std::int64_t>(0, in.live - most);
-    const std::int64_t border = (first + in.page_size - 1) / in.page_size * in.page_size;
-    return static_cast<std::int32_t>(std::max<std::int64_t>(1, in.live - border));
+    const std::int64_t most = params_.hard_budget - incoming_ - sink_rows(in);
+    if (most < 1) { return 0; }
+    const std::int64_t first = std::max<std::int64_t>(0, in.live - most) + in.first_row;
+    const std::int64_t border =
+        (first + in.page_size - 1) / in.page_size * in.page_size - in.first_row;
+    return static_cast<std::int32_t>(std::max<std::int64_t>(0, in.live - border));
   }
 
   Params params_;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <kvtrim/score/external_params.hpp>
 #include <kvtrim/score/scorer.hpp>
 
 #include <span>
@@ -12,6 +13,9 @@ namespace kvtrim {
 /// \par Source
 /// none: any fp32 array, such as KVzip's
 struct ExternalScorer {
+  constexpr ExternalScorer() noexcept = default;
+  explicit constexpr ExternalScorer(ExternalParams) noexcept {}
+
   /// None.
   [[nodiscard]] constexpr std::size_t scratch_bytes(const PlanShape&) const noexcept { return 0; }
   /// `bad_observation` without scores.
@@ -32,5 +36,11 @@ struct ExternalScorer {
   }
 };
 static_assert(Scorer<ExternalScorer>);
+
+/// `ExternalParams` are scored by `ExternalScorer`.
+template <>
+struct ScorerOf<ExternalParams> {
+  using type = ExternalScorer;
+};
 
 }  // namespace kvtrim

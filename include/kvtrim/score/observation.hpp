@@ -4,6 +4,7 @@
 #include <kvtrim/cache/page_table.hpp>
 #include <kvtrim/cache/plane.hpp>
 #include <kvtrim/core/types.hpp>
+#include <kvtrim/score/page_scores.hpp>
 
 #include <cstdint>
 
@@ -78,8 +79,10 @@ struct QueryBlock {
 struct Observation {
   QueryBlock queries{};    ///< for policies that score by the prompt's last queries
   SequencePlane scores{};  ///< ready-made fp32 scores by row, used in place of the policy's scorer
+  PageScoreArray
+      page_scores{};  ///< ready-made page scores (`accumulate_page_scores`), for page policies
   const std::int32_t* budgets =
-      nullptr;         ///< rows to keep, in place of the policy's own budget; null: the policy's
+      nullptr;           ///< rows to keep, in place of the policy's own budget; null: the policy's
   RowMap budget_rows{};  ///< index of (sequence, layer, KV head) in `budgets`
 
   /// Budget given for (sequence, layer, KV head); -1: none.

@@ -1,0 +1,105 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// The layout of a plan's workspace: what lasts as the plan, then what is used while it is made.
+
+#include <kvtrim/cache/check_view.hpp>
+#include <kvtrim/core/arena.hpp>
+#include <kvtrim/evict/plan.hpp>
+#include <kvtrim/score/scorer.hpp>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <new>
+#include <span>
+
+namespace kvtrim::detail {
+
+// Working memory of one worker.
+struct SelectScratch {
+  std::span<float> scores;
+  std::span<std::uint32_t> keys;
+  std::span<std::int32_t> ranks;    // candidate -> rank
+  std::span<std::int32_t> picked;   // candidates that stay
+  std::span<std::int32_t> order;    // rank -> row, where rows are unordered
+  std::span<std::int32_t> rank_of;  // row -> rank among the kept, -1: goes
+  std::span<std::uint8_t> keep;     // by rank
+  std::span<std::byte> scorer;
+};
+
+struct PlanMemory {
+  PlanHeader* header = nullptr;
+  std::span<std::uint64_t> check;
+  std::span<std::uint8_t> entry_flags;  // [sequences, tables, max_pages]
+  std::span<std::uint8_t> second_pass;  // [sequences, tables]
+  std::span<float> page_scores;         // [sequences, layers, kv_heads, max_pages]
+  std::span<std::int64_t> nan_counts;   // [workers]
+  std::span<SelectScratch> workers;
+
+  static PlanMemory take(Arena& arena, const PlanShape& shape, std::size_t scorer_bytes) noexcept {
+    PlanMemory m;
+    const std::int64_t tables = shape.scope == TableScope::group   ? 1
+                                : shape.scope == TableScope::layer ? shape.layers
+                                                                   : shape.layers * shape.kv_heads;
+    const std::int64_t all_tables = shape.sequences * tables;
+    const std::int64_t heads =
+        static_cast<std::int64_t>(shape.sequences) * shape.layers * shape.kv_heads;
+    const std::int64_t max_pages = pages_for(shape.max_rows, std::max(1, shape.page_size));
+    const auto header = arena.take<PlanHeader>(1);
+    const auto table_plans = arena.take<TablePlan>(all_tables);
+    const auto head_plans = arena.take<HeadPlan>(heads);
+    const auto rows = arena.take<std::int32_t>(heads * shape.max_rows);
+    const auto ranks = arena.take<std::int32_t>(heads * shape.max_rows);
+    const auto pages = arena.take<std::int32_t>(all_tables * 2 * max_pages);
+    const auto sources = arena.take<std::int32_t>(all_tables * max_pages);
+    const auto released = arena.take<std::int32_t>(all_tables * 2 * max_pages);
+    const auto end = arena.take<std::byte>(0);
+    m.check = arena.take<std::uint64_t>(check_tables_words(shape.pages));
+    m.entry_flags = arena.take<std::uint8_t>(all_tables * max_pages);
+    m.second_pass = arena.take<std::uint8_t>(all_tables);
+    m.page_scores = arena.take<float>(heads * max_pages);
+    m.nan_counts = arena.take<std::int64_t>(shape.workers);
+    m.workers = arena.take<SelectScratch>(shape.workers);
+    for (std::int32_t w = 0; w < shape.workers; ++w) {
+      SelectScratch s;
+      s.scores = arena.take<float>(shape.max_rows);
+      s.keys = arena.take<std::uint32_t>(shape.max_rows);
+      s.ranks = arena.take<std::int32_t>(shape.max_rows);
+      s.picked = arena.take<std::int32_t>(shape.max_rows);
+      s.order = arena.take<std::int32_t>(shape.max_rows);
+      s.rank_of = arena.take<std::int32_t>(shape.max_rows);
+      s.keep = arena.take<std::uint8_t>(shape.max_rows);
+      s.scorer = arena.take<std::byte>(static_cast<std::int64_t>(scorer_bytes));
+      if (arena.ok()) { m.workers[static_cast<std::size_t>(w)] = s; }
+    }
+    if (!arena.ok()) { return m; }
+    const auto offset = [&](const void* p) {
+      return static_cast<const std::byte*>(p) - reinterpret_cast<std::byte*>(header.data());
+    };
+    m.header = new (header.data()) PlanHeader{};
+    m.header->scope = shape.scope;
+    m.header->sequences = shape.sequences;
+    m.header->layers = shape.layers;
+    m.header->kv_heads = shape.kv_heads;
+    m.header->tables = static_cast<std::int32_t>(tables);
+    m.header->page_size = shape.page_size;
+    m.header->max_rows = shape.max_rows;
+    m.header->max_pages = static_cast<std::int32_t>(max_pages);
+    m.header->table_plans = offset(table_plans.data());
+    m.header->head_plans = offset(head_plans.data());
+    m.header->rows = offset(rows.data());
+    m.header->ranks = offset(ranks.data());
+    m.header->pages = offset(pages.data());
+    m.header->sources = offset(sources.data());
+    m.header->released = offset(released.data());
+    m.header->bytes = offset(end.data());
+    std::fill(table_plans.begin(), table_plans.end(), TablePlan{});
+    std::fill(head_plans.begin(), head_plans.end(), HeadPlan{});
+    std::fill(m.second_pass.begin(), m.second_pass.end(), std::uint8_t{0});
+    std::fill(m.nan_counts.begin(), m.nan_counts.end(), std::int64_t{0});
+    return m;
+  }
+};
+
+}  // namespace kvtrim::detail

@@ -1,0 +1,188 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// Which rows of a KV head stay: protected ranges, the best of the others, one order for all. Knows scores, not where they
+// come from.
+
+#include <kvtrim/core/order_key.hpp>
+#include <kvtrim/detail/plan_tables.hpp>
+#include <kvtrim/policy/policy.hpp>
+#include <kvtrim/select/protection.hpp>
+#include <kvtrim/select/top_k.hpp>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+namespace kvtrim::detail {
+
+class RowChoice : public PlanTables {
+ public:
+  using PlanTables::PlanTables;
+
+ protected:
+  // Order and choice of one KV head by `scratch.scores`. `restricted`: the rows of locked entries stay, of dropped ones go.
+  void choose_rows(SequenceId s,
+                   LayerId l,
+                   HeadId h,
+                   std::int32_t t,
+                   const Demand& demand,
+                   SelectScratch& scratch,
+                   std::int64_t& nan,
+                   bool restricted) noexcept {
+    const TablePlan& plan = table(s, t);
+    const SequenceState state = view_.state(s, l, h);
+    const std::int32_t live = plan.live_before;
+    const auto scores = scratch.scores.first(index(plan.extent_before));
+    const CandidateRange range = candidates(demand.protection, live);
+    if (plan.removal == Removal::overwrite_slot && !restricted &&
+        find_victim(s, l, h, state, plan, demand, scratch, nan)) {
+      return;
+    }
+
+    const std::int32_t hole = state.append_row;
+    if (!state.ordered) {
+      std::int32_t n = 0;
+      for (std::int32_t r = 0; r < plan.extent_before; ++r) {
+        if (r != hole) { scratch.order[index(n++)] = r; }
+      }
+      std::sort(
+          scratch.order.begin(), scratch.order.begin() + n, [&](std::int32_t a, std::int32_t b) {
+            return view_.position(s, l, h, a) < view_.position(s, l, h, b);
+          });
+    }
+    const auto row_of = [&](std::int32_t rank) {
+      return !state.ordered ? scratch.order[index(rank)]
+                            : rank + (hole >= 0 && rank >= hole ? 1 : 0);
+    };
+    const auto entry_kind = [&](std::int32_t rank) {
+      return restricted ? static_cast<Entry>(entries(s, t)[entry_of(s, row_of(rank))]) : Entry::own;
+    };
+    std::int32_t wanted = demand.keep;
+    std::int32_t competing = 0;
+    for (std::int32_t rank = 0; rank < live; ++rank) {
+      const bool candidate = rank >= range.begin && rank < range.end;
+      const Entry kind = entry_kind(rank);
+      const bool stays = kind == Entry::locked || (!candidate && kind == Entry::own);
+      scratch.keep[index(rank)] = stays ? 1 : 0;
+      if (stays) { --wanted; }
+      if (candidate && kind == Entry::own) { scratch.ranks[index(competing++)] = rank; }
+    }
+    for (std::int32_t i = 0; i < competing; ++i) {
+      const float score = scores[index(row_of(scratch.ranks[index(i)]))];
+      scratch.keys[index(i)] = order_key(score);
+      if (!restricted && is_nan(score)) { ++nan; }
+    }
+    const auto picked = scratch.picked.first(index(std::clamp(wanted, 0, competing)));
+    top_k(scratch.keys.first(index(competing)), picked);
+    for (const std::int32_t i : picked) { scratch.keep[index(scratch.ranks[index(i)])] = 1; }
+    list(s, l, h, state, live, plan.extent_before, scratch, row_of);
+  }
+
+  // Writes kept rows (ascending), their ranks and the evicted positions into the plan.
+  template <class RowOf>
+  void list(SequenceId s,
+            LayerId l,
+            HeadId h,
+            const SequenceState& state,
+            std::int32_t live,
+            std::int32_t extent,
+            SelectScratch& scratch,
+            RowOf row_of) noexcept {
+    HeadPlan& head = plan_.head(s, l, h);
+    std::int32_t* const rows = plan_.rows(s, l, h);
+    std::int32_t kept = 0;
+    for (std::int32_t rank = 0; rank < live; ++rank) {
+      if (scratch.keep[index(rank)] == 0) { continue; }
+      if (state.ordered) { rows[kept] = row_of(rank); }
+      ++kept;
+    }
+    head = {};
+    head.kept = kept;
+    head.has_ranks = state.ordered ? 0 : 1;
+    std::int32_t evicted = kept;
+    for (std::int32_t rank = 0; rank < live; ++rank) {
+      if (scratch.keep[index(rank)] == 0) {
+        rows[evicted++] = raw(view_.position(s, l, h, row_of(rank)));
+      }
+    }
+    head.evicted = evicted - kept;
+    if (state.ordered) { return; }
+    std::fill_n(scratch.rank_of.begin(), extent, -1);
+    std::int32_t next = 0;
+    for (std::int32_t rank = 0; rank < live; ++rank) {
+      if (scratch.keep[index(rank)] != 0) { scratch.rank_of[index(row_of(rank))] = next++; }
+    }
+    const auto ranks = plan_.ranks(s, l, h);
+    std::int32_t n = 0;
+    for (std::int32_t r = 0; r < extent; ++r) {
+      if (scratch.rank_of[index(r)] < 0) { continue; }
+      rows[n] = r;
+      ranks[index(n++)] = scratch.rank_of[index(r)];
+    }
+  }
+
+  // One row too many: the lowest candidate, without sorting. False where there is none.
+  [[nodiscard]] bool find_victim(SequenceId s,
+                                 LayerId l,
+                                 HeadId h,
+                                 const SequenceState& state,
+                                 const TablePlan& plan,
+                                 const Demand& demand,
+                                 SelectScratch& scratch,
+                                 std::int64_t& nan) noexcept {
+    const auto& scores = scratch.scores;
+    const std::int32_t live = plan.live_before;
+    const CandidateRange range = candidates(demand.protection, live);
+    if (range.count() < 1) { return false; }
+    std::int32_t first = 0;
+    std::int32_t last = live;
+    // Where rows are out of order: sinks are the positions below `range.begin`, recent ones the last positions, if so
+    // many of them are live; else both borders are looked for.
+    Position sink_end{range.begin};
+    Position recent_begin{state.next_position - (live - range.end)};
+    if (state.ordered) {
+      first = range.begin;
+      last = range.end;
+    } else {
+      std::int32_t sinks = 0;
+      std::int32_t recent = 0;
+      for (std::int32_t r = 0; r < live; ++r) {
+        const Position p = view_.position(s, l, h, r);
+        sinks += p < sink_end ? 1 : 0;
+        recent += p >= recent_begin ? 1 : 0;
+      }
+      if (sinks != range.begin || recent != live - range.end) {
+        const auto begin = scratch.order.begin();
+        for (std::int32_t r = 0; r < live; ++r) {
+          scratch.order[index(r)] = raw(view_.position(s, l, h, r));
+        }
+        std::nth_element(begin, begin + range.begin, begin + live);
+        sink_end = Position{scratch.order[index(range.begin)]};
+        std::nth_element(begin, begin + range.end - 1, begin + live);
+        recent_begin = Position{scratch.order[index(range.end - 1)] + 1};
+      }
+    }
+    std::uint64_t lowest = ~std::uint64_t{0};
+    std::int32_t victim = -1;
+    for (std::int32_t r = first; r < last; ++r) {
+      const Position p = view_.position(s, l, h, r);
+      if (!state.ordered && (p < sink_end || p >= recent_begin)) { continue; }
+      nan += is_nan(scores[index(r)]) ? 1 : 0;
+      const std::uint64_t key = row_key(scores[index(r)], p);
+      if (key < lowest) {
+        lowest = key;
+        victim = r;
+      }
+    }
+    HeadPlan& head = plan_.head(s, l, h);
+    head = {};
+    head.evicted = 1;
+    head.victim = victim;
+    plan_.rows(s, l, h)[0] = raw(view_.position(s, l, h, victim));
+    return true;
+  }
+};
+
+}  // namespace kvtrim::detail

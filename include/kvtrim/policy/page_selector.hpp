@@ -1,0 +1,181 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// Whole pages stay or go: no byte moves, the page table is all that changes. So one policy serves engines with one table
+// for all layers, and the pages are free the moment the table is written.
+
+#include <kvtrim/cache/cache_view.hpp>
+#include <kvtrim/detail/error.hpp>
+#include <kvtrim/policy/policy.hpp>
+#include <kvtrim/score/external_params.hpp>
+#include <kvtrim/score/page_scores.hpp>
+#include <kvtrim/score/window_params.hpp>
+
+#include <algorithm>
+#include <concepts>
+#include <cstdint>
+#include <limits>
+#include <string_view>
+#include <type_traits>
+
+namespace kvtrim {
+
+/// Who shares one set of pages. Never finer than what a page table serves.
+enum class PageUnit : std::uint8_t {
+  per_table,  ///< as fine as the tables allow: per head, per layer or per group
+  per_layer,  ///< one set for all KV heads of a layer
+  per_group,  ///< one set for all layers
+};
+
+/// What `PageSelector` scores tokens by unless told otherwise: the most that one of the window's queries pays to a row,
+/// averaged over the group, smoothed over 5 columns.
+inline constexpr WindowParams page_window_scores{.window = 32,
+                                                 .kernel = 5,
+                                                 .rows = Reduction::max,
+                                                 .group = Reduction::mean,
+                                                 .pooling = Pooling::average,
+                                                 .columns = PoolColumns::all_columns};
+
+namespace detail {
+template <class TokenScores>
+inline constexpr TokenScores default_page_scores{};
+template <>
+inline constexpr WindowParams default_page_scores<WindowParams> = page_window_scores;
+}  // namespace detail
+
+/// Keeps the pages that hold what matters, by any token score; 0 bytes are moved.
+///
+/// A page is scored by its rows, the scores of KV heads (and layers) that share a page set are added, and the best pages
+/// stay. The pages of the sinks, of the last `window` rows and a partly filled last page always stay. Of `budget` rows so
+/// many whole pages are kept as fit: never more rows than the budget, at most page_size - 1 fewer. While a sequence is
+/// generated the same call drops the worst page each time the budget is exceeded, every page_size steps.
+///
+/// \tparam TokenScores  parameters of the token scorer (`WindowParams`, `KeyDiffParams`, `AccumulateParams`), or a Scorer
+/// \par Ties
+/// the lower page is kept. NaN: counts as the lowest score inside a page (`page_scores`), and is counted in the report
+/// \par Complexity
+/// as the token scorer; selection O(rows) a KV head and O(pages) a table
+/// \par Source
+/// own; the measurements that chose the defaults are in bench/README.md
+template <class TokenScores = WindowParams>
+class PageSelector {
+ public:
+  /// Parameters.
+  struct Params {
+    TokenScores scores = detail::default_page_scores<TokenScores>;  ///< what ranks a token
+    PageScoreParams pages;                                          ///< from tokens to pages
+    PageUnit unit = PageUnit::per_table;                            ///< who shares a page set
+    std::int64_t budget = 1024;                                     ///< rows that stay at most
+    std::int64_t budget_pages = 0;  ///< pages that stay at most, in place of `budget`
+    std::int64_t sinks = 1;         ///< first rows, whose pages always stay
+    std::int64_t window = 32;       ///< last rows, whose pages always stay
+  };
+  static constexpr std::string_view name = "page";
+
+  /// A budget of 1,024 rows.
+  constexpr PageSelector() : PageSelector(Params{}) {}
+
+  /// \throws std::invalid_argument if a size is negative or beyond 31 bits, the budget is below sinks + window, top_m is
+  ///   below 1, or the scorer's window is below 1 or its kernel not odd
+  explicit constexpr PageSelector(const Params& params) : params_(params) {
+    constexpr std::int64_t most = std::numeric_limits<std::int32_t>::max();
+    const Params& p = params_;
+    if (p.sinks < 0 || p.window < 0 || p.sinks > most || p.window > most || p.budget > most ||
+        p.budget_pages < 0 || p.budget_pages > most) {
+      detail::throw_invalid_argument(
+          "kvtrim::PageSelector: sinks {}, window {} and budget_pages {} must be at least 0, "
+          "budget {} within 31 bits",
+          p.sinks,
+          p.window,
+          p.budget_pages,
+          p.budget);
+    }
+    if (p.budget_pages == 0 && (p.budget < 1 || p.budget < p.sinks + p.window)) {
+      detail::throw_invalid_argument(
+          "kvtrim::PageSelector: budget {} must be at least 1, and at least sinks {} + window {}",
+          p.budget,
+          p.sinks,
+          p.window);
+    }
+    if constexpr (std::is_same_v<TokenScores, WindowParams>) {
+      if (p.scores.window < 1 || p.scores.kernel < 1 || p.scores.kernel % 2 == 0) {
+        detail::throw_invalid_argument(
+            "kvtrim::PageSelector: scores.window {} must be at least 1, scores.kernel {} odd and "
+            "at "
+            "least 1",
+            p.scores.window,
+            p.scores.kernel);
+      }
+    }
+    if (p.pages.top_m < 1) {
+      detail::throw_invalid_argument("kvtrim::PageSelector: top_m {} must be at least 1",
+                                     p.pages.top_m);
+    }
+  }
+
+  /// What it was made of.
+  [[nodiscard]] constexpr const Params& params() const noexcept { return params_; }
+
+  /// Rows that stay at most.
+  [[nodiscard]] constexpr Demand demand(const DemandInput& in) const noexcept {
+    const std::int64_t own = params_.budget_pages > 0 ? params_.budget_pages * in.page_size -
+                                                            in.first_row % std::max(1, in.page_size)
+                                                      : params_.budget;
+    const std::int64_t budget = in.budget >= 0 ? in.budget : own;
+    const auto window = static_cast<std::int32_t>(params_.window);
+    return {static_cast<std::int32_t>(std::min<std::int64_t>(budget, in.live)),
+            {static_cast<std::int32_t>(params_.sinks), window},
+            window,
+            Status::ok};
+  }
+  /// Pages leave the table.
+  [[nodiscard]] constexpr Removal removal() const noexcept { return Removal::drop_pages; }
+  /// The token scorer.
+  [[nodiscard]] constexpr const TokenScores& scorer() const noexcept { return params_.scores; }
+  /// From token scores to page scores.
+  [[nodiscard]] constexpr const PageScoreParams& page_scores() const noexcept {
+    return params_.pages;
+  }
+  /// Who shares a page set.
+  [[nodiscard]] constexpr PageUnit unit() const noexcept { return params_.unit; }
+
+ private:
+  Params params_;
+};
+static_assert(Policy<PageSelector<>>);
+
+/// The configuration for contexts whose question comes after the eviction: `surprisal` of each token, pooled by an average
+/// of 7, as `Observation::scores`; the best token of a page speaks for it; 4 sinks, the last 16 rows. See bench/README.md.
+[[nodiscard]] constexpr PageSelector<ExternalParams>::Params agnostic_pages(
+    std::int64_t budget) noexcept {
+  PageSelector<ExternalParams>::Params p;
+  p.pages.norm = HeadNorm::none;
+  p.budget = budget;
+  p.sinks = 4;
+  p.window = 16;
+  return p;
+}
+
+/// A policy that chooses pages.
+///
+/// | expression        | returns           | meaning                       |
+/// |-------------------|-------------------|-------------------------------|
+/// | `p.page_scores()` | `PageScoreParams` | from token scores to pages    |
+/// | `p.unit()`        | `PageUnit`        | who shares one set of pages   |
+template <class P>
+concept PagePolicy = Policy<P> && requires(const P& p) {
+  { p.page_scores() } noexcept -> std::convertible_to<PageScoreParams>;
+  { p.unit() } noexcept -> std::same_as<PageUnit>;
+};
+static_assert(PagePolicy<PageSelector<>>);
+
+/// Which page set table `t` of a sequence belongs to.
+[[nodiscard]] constexpr std::int32_t unit_of(PageUnit unit,
+                                             const CacheView& view,
+                                             std::int32_t t) noexcept {
+  return unit == PageUnit::per_table   ? t
+         : unit == PageUnit::per_group ? 0
+                                       : raw(view.first_layer(t));
+}
+
+}  // namespace kvtrim

@@ -1,0 +1,119 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// Keys that point where all the others point carry little of their own. No query is needed, so the score can be had
+// before a question is known.
+
+#include <kvtrim/detail/key_tile.hpp>
+#include <kvtrim/score/key_diff_params.hpp>
+#include <kvtrim/score/scorer.hpp>
+
+#include <Eigen/Core>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <span>
+
+namespace kvtrim {
+
+/// Scores a row by minus the cosine between its key and the mean of all normalised keys of its KV head.
+///
+/// \par Shapes
+/// keys [live rows, head_dim]; scores [live rows], within -1 and 1
+/// \par Ties
+/// none broken here. NaN: a key that is not finite takes no part and scores NaN; a key of norm 0 scores 0
+/// \par Complexity
+/// O(live rows * head_dim) time, two reads of the keys; no allocation. The score of a row does not change by a bit
+/// with page size, page placement, batch or thread
+/// \par Source
+/// Park et al., 2025, arXiv:2504.15364 (KeyDiff), as written
+class KeyDiffScorer {
+ public:
+  explicit constexpr KeyDiffScorer(KeyDiffParams) noexcept {}
+
+  /// Working space of one call.
+  [[nodiscard]] std::size_t scratch_bytes(const PlanShape& shape) const noexcept {
+    Arena arena;
+    const auto unused = Layout::take(arena, std::max(1, shape.head_dim), shape.max_rows);
+    static_cast<void>(unused);
+    return arena.bytes();
+  }
+  /// `bad_observation` where the keys are not readable.
+  [[nodiscard]] Status check(const CacheView& view, const Observation&) const noexcept {
+    return readable(view.k.dtype) ? Status::ok : Status::bad_observation;
+  }
+
+  /// Writes the score of each live row; a hole's is 0.
+  void score(const CacheView& view,
+             SequenceId s,
+             LayerId l,
+             HeadId h,
+             const Observation&,
+             std::span<std::byte> scratch,
+             std::span<float> out) const noexcept {
+    const std::int32_t dim = view.k.head_dim;
+    const std::int32_t live = view.live_rows(s, l, h);
+    const std::int32_t hole = view.state(s, l, h).append_row;
+    Arena arena(scratch);
+    const Layout mem = Layout::take(arena, dim, live);
+    KVTRIM_ASSERT(arena.ok());
+    std::fill(out.begin(), out.end(), 0.0F);
+    Eigen::Map<Eigen::ArrayXd> anchor(mem.anchor.data(), dim);
+    anchor.setZero();
+    const auto key = [&](std::int32_t t) {
+      return Eigen::Map<const Eigen::ArrayXf>(
+          mem.tiles.tile.data() + static_cast<std::ptrdiff_t>(t) * dim, dim);
+    };
+    detail::for_each_key_tile(
+        view, s, l, h, mem.tiles, [&](std::int32_t first, std::int32_t count) {
+          for (std::int32_t t = 0; t < count; ++t) {
+            const bool bad = mem.tiles.bad[static_cast<std::size_t>(t)] != 0;
+            const float norm =
+                bad ? std::numeric_limits<float>::quiet_NaN() : std::sqrt(key(t).square().sum());
+            mem.norms[static_cast<std::size_t>(first + t)] = norm;
+            if (norm > 0) { anchor += (key(t) / norm).cast<double>(); }
+          }
+        });
+    const double length = std::sqrt(anchor.square().sum());
+    Eigen::Map<Eigen::ArrayXf> direction(mem.direction.data(), dim);
+    if (length > 0) { anchor /= length; }
+    direction = anchor.cast<float>();
+    detail::for_each_key_tile(
+        view, s, l, h, mem.tiles, [&](std::int32_t first, std::int32_t count) {
+          for (std::int32_t t = 0; t < count; ++t) {
+            const std::int32_t i = first + t;
+            const float norm = mem.norms[static_cast<std::size_t>(i)];
+            const std::int32_t row = i + (hole >= 0 && i >= hole ? 1 : 0);
+            out[static_cast<std::size_t>(row)] =
+                norm == 0 ? 0.0F : -(key(t) * direction).sum() / norm;
+          }
+        });
+  }
+
+ private:
+  struct Layout {
+    detail::TileScratch tiles;
+    std::span<double> anchor;    // [head_dim]
+    std::span<float> direction;  // [head_dim]
+    std::span<float> norms;      // [rows]
+    static Layout take(Arena& arena, std::int32_t dim, std::int32_t rows) noexcept {
+      Layout m;
+      m.tiles = detail::TileScratch::take(arena, dim);
+      m.anchor = arena.take<double>(dim);
+      m.direction = arena.take<float>(dim);
+      m.norms = arena.take<float>(rows);
+      return m;
+    }
+  };
+};
+static_assert(Scorer<KeyDiffScorer>);
+
+/// `KeyDiffParams` are scored by `KeyDiffScorer`.
+template <>
+struct ScorerOf<KeyDiffParams> {
+  using type = KeyDiffScorer;
+};
+
+}  // namespace kvtrim
