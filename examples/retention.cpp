@@ -382,8 +382,7 @@ int evaluate(Options options) {
     if (options.tokens == 0) options.tokens = 1024;
     if (options.limit == 0) options.limit = 8;
     options.samples = std::min<std::size_t>(options.samples, 2);
-    options.policies.emplace_back(
-        "snapkv:rows=max,group=max,pool=max,kernel=15,columns=all,sinks=4");
+    options.policies.insert(options.policies.end(), {"snapkv:config=maxima", "page"});
   }
   if (options.prompts.empty() && options.ids.empty() && options.text.empty()) {
     throw std::runtime_error("nothing to do: give --prompts, --ids or --text (see --help)");
@@ -520,7 +519,7 @@ int main(int argc, char** argv) {
       ->check(CLI::Range(0, 4096))
       ->capture_default_str();
   app.add_flag(
-      "--demo", o.demo, "the README's demonstration: few prompts, four policies at three sizes");
+      "--demo", o.demo, "the README's demonstration: few prompts, six policies at three sizes");
   app.footer(std::string("\n") + program::spec_help +
              "Here streaming is form=exact unless asked.\n");
   CLI11_PARSE(app, argc, argv);

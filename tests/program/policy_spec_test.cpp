@@ -276,3 +276,58 @@ TEST_CASE("policy spec: the help names every policy and every key", "[program]")
   CHECK(help.find("removed=") != std::string::npos);
   CHECK(help.find("budget=") != std::string::npos);
 }
+
+TEST_CASE("policy spec: every key of page reaches its parameters", "[program]") {
+  using kvtrim::PageSelector;
+  const auto make = [](const std::string& text) {
+    return PolicySpec(text).make(400, kvtrim::SinkForm::exact);
+  };
+  const auto plain = std::get<PageSelector<kvtrim::WindowParams>>(make("page")).params();
+  CHECK(plain.budget == 400);
+  CHECK(plain.unit == kvtrim::PageUnit::per_layer);
+  CHECK(plain.scores.rows == kvtrim::Reduction::max);
+  CHECK(plain.scores.window == 32);
+  const auto all = std::get<PageSelector<kvtrim::WindowParams>>(
+                       make("page:score=window,unit=group,window=16,kernel=9,pool=max,rows=sum,"
+                            "group=max,columns=candidates,"
+                            "sinks=4,norm=none,reduce=top,top=3,heads=max"))
+                       .params();
+  CHECK(all.unit == kvtrim::PageUnit::per_group);
+  CHECK(all.window == 16);
+  CHECK(all.scores.window == 16);
+  CHECK(all.scores.kernel == 9);
+  CHECK(all.scores.pooling == kvtrim::Pooling::max);
+  CHECK(all.scores.rows == kvtrim::Reduction::sum);
+  CHECK(all.scores.group == kvtrim::Reduction::max);
+  CHECK(all.scores.columns == kvtrim::PoolColumns::candidates);
+  CHECK(all.sinks == 4);
+  CHECK(all.pages.norm == kvtrim::HeadNorm::none);
+  CHECK(all.pages.reduction == kvtrim::PageReduction::top_m);
+  CHECK(all.pages.top_m == 3);
+  CHECK(all.pages.heads == kvtrim::Reduction::max);
+  const auto late =
+      std::get<PageSelector<kvtrim::ExternalParams>>(make("page:score=surprisal,unit=head"))
+          .params();
+  CHECK(late.unit == kvtrim::PageUnit::per_table);
+  CHECK(late.window == 16);
+  CHECK(late.sinks == 4);
+  CHECK(late.pages.norm == kvtrim::HeadNorm::none);
+  CHECK(std::holds_alternative<PageSelector<kvtrim::KeyDiffParams>>(make("page:score=keydiff")));
+  CHECK(std::holds_alternative<PageSelector<kvtrim::AccumulateParams>>(make("page:score=h2o")));
+  CHECK_THROWS_WITH(make("page:kernel=4"), ContainsSubstring("kernel=4 is not odd"));
+  CHECK_THROWS_WITH(make("page:unit=row"), ContainsSubstring("known are layer, group, head"));
+}
+
+TEST_CASE("policy spec: snapkv's named configuration, and keys on top of it", "[program]") {
+  const auto maxima =
+      std::get<kvtrim::SnapKVSelector>(
+          PolicySpec("snapkv:config=maxima,kernel=7").make(200, kvtrim::SinkForm::exact))
+          .params();
+  CHECK(maxima.rows == kvtrim::Reduction::max);
+  CHECK(maxima.group == kvtrim::Reduction::max);
+  CHECK(maxima.pooling == kvtrim::Pooling::max);
+  CHECK(maxima.columns == kvtrim::PoolColumns::all_columns);
+  CHECK(maxima.sinks == 4);
+  CHECK(maxima.kernel == 7);
+  CHECK(maxima.budget == 200);
+}

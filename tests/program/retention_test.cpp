@@ -394,7 +394,8 @@ TEST_CASE("retention: options that make no sense are refused before the model is
     CHECK_FALSE(std::filesystem::exists(s.json + ".part"));
   };
   refused({"--policy", "lru"}, "unknown policy 'lru'; known are full, streaming, h2o, snapkv");
-  refused({"--policy", "h2o", "snapkv:windows=8"}, "unknown key 'windows'; known are window, ");
+  refused({"--policy", "h2o", "snapkv:windows=8"},
+          "unknown key 'windows'; known are config, window, ");
   refused({"--policy", "snapkv:kernel=4"}, "policy 'snapkv:kernel=4'");
   refused({"--policy", "h2o", "h2o:decay=0.5"}, "decay and squared must be the same");
   refused({"--removed", "1.5"}, "--removed 1.5");
