@@ -441,8 +441,16 @@ int evaluate(Options options) {
     }
     if (options.demo && is_needle) {
       progress.clear();
-      std::printf("prompt %zu/%zu, %.0f s: found so far:", i + 1, needles.size(), watch.seconds());
-      for (const Variant& v : experiment.variants()) std::printf(" %d", v.correct);
+      // The sizes of one policy stand together: "snapkv 6 3 0".
+      std::printf("prompt %zu/%zu, %.0f s; answers found:", i + 1, needles.size(), watch.seconds());
+      const std::string* last = nullptr;
+      for (const Variant& v : experiment.variants()) {
+        if (last == nullptr || *last != v.spec.text()) {
+          std::printf("%s%s", last == nullptr ? " " : ", ", v.spec.text().c_str());
+        }
+        std::printf(" %d", v.correct);
+        last = &v.spec.text();
+      }
       std::printf("\n");
       std::fflush(stdout);
     }

@@ -334,6 +334,12 @@ TEST_CASE("planner: budgets of heads differ only where heads have tables", "[pla
     if (scope == TableScope::group) {
       CHECK(sizes(by_layer.data(), {0, 1, 0}) == Status::unequal_budget);
       CHECK(sizes(by_head.data(), {0, 3, 1}) == Status::unequal_budget);
+      const std::array<std::int32_t, 6> one_less{20, 20, 20, 20, 19, 20};
+      for (const Removal way :
+           {Removal::overwrite_slot, Removal::drop_pages, Removal::fill_holes}) {
+        obs.budgets = one_less.data();
+        CHECK(c.evict(ByScore{.keep = 20, .way = way}, obs).status == Status::unequal_budget);
+      }
       CHECK(c.bytes() == before);
       continue;
     }

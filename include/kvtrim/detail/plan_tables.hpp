@@ -357,7 +357,7 @@ class PlanTables {
                     });
   }
 
-  // `copy`: pages of the new table that must be written but may not are replaced by spare ones; sources become -1 - entry.
+  // `copy`: pages of the new table that must be written but may not are replaced by spare ones; sources become -1.
   [[nodiscard]] Status replace_shared_pages(SequenceId s, std::int32_t t) noexcept {
     TablePlan& plan = table(s, t);
     PlanHeader& header = *mem_.header;

@@ -10,7 +10,9 @@ namespace kvtrim {
 enum class Removal : std::uint8_t {
   automatic,   ///< the policy's own
   drop_pages,  ///< close up the table: whole pages go, 0 bytes moved
-  overwrite_slot,  ///< one row too many: its slot takes the next append, at most one row moves; else, and in views without states, as `stable_pack`
+  /// One row too many: its slot takes the next append, at most one row moves. Else, and where the view has no states that
+  /// could name the hole, as `stable_pack`.
+  overwrite_slot,
   fill_holes,   ///< rows from the tail fill the holes: fewest bytes, slot order is lost
   stable_pack,  ///< rows close up in order
 };

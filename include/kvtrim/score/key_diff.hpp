@@ -35,10 +35,12 @@ class KeyDiffScorer {
 
   /// Working space of one call.
   [[nodiscard]] std::size_t scratch_bytes(const PlanShape& shape) const noexcept {
-    Arena arena;
-    const auto unused = Layout::take(arena, std::max(1, shape.head_dim), shape.max_rows);
-    static_cast<void>(unused);
-    return arena.bytes();
+    return detail::largest_need(std::max(1, shape.head_dim), [&](std::int32_t head_dim) {
+      Arena arena;
+      const auto unused = Layout::take(arena, head_dim, shape.max_rows);
+      static_cast<void>(unused);
+      return arena.bytes();
+    });
   }
   /// `bad_observation` where the keys are not readable.
   [[nodiscard]] Status check(const CacheView& view, const Observation&) const noexcept {
