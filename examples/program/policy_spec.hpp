@@ -92,9 +92,9 @@ inline constexpr const char* spec_help =
              columns=candidates|all, sinks=0; config=paper|maxima (maxima: rows=max, group=max,
              pool=max, kernel=15, columns=all, sinks=4)
   page       whole pages: score=window|keydiff|h2o|surprisal, unit=layer|group|head (who shares a page
-             set), window=32, sinks=1, norm=sum|none, reduce=max|mean|top, top=4, heads=sum|max;
-             score=window: kernel=5, pool=avg|max, rows=max|mean|sum, group=mean|max|sum,
-             columns=all|candidates; score=surprisal (for questions that come later): window=16, sinks=4
+             set), window=16, sinks=1, norm=sum|none, reduce=max|mean|top, top=4, heads=max|sum;
+             score=window: kernel=9, pool=avg|max, rows=max|mean|sum, group=mean|max|sum,
+             columns=all|candidates; score=surprisal (for questions that come later): sinks=4
 All but full also take the size: removed=0.5 (fraction of the rows that go) or budget=256 (rows).
 )";
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <kvtrim/policy/heavy_hitter.hpp>
+#include <kvtrim/policy/page_selector.hpp>
 #include <kvtrim/policy/snapkv_selector.hpp>
 #include <kvtrim/score/accumulate.hpp>
 #include <kvtrim/score/pooling.hpp>
@@ -108,7 +109,6 @@ TEST_CASE("B082 one reset clears rows, positions and scores together", "[score][
 }
 
 TEST_CASE("B083 pooling is centred: a hot token lifts both its neighbours", "[score][fault]") {
-  // Keeping the hot token's page is the page-native method's, and comes with it.
   CHECK(pooled({0, 0, 6, 0, 0, 0, 3, 3, 3, 0}, Pooling::max, 3) ==
         std::vector<float>{0, 6, 6, 6, 0, 3, 3, 3, 3, 3});
   CHECK(pooled({0, 0, 6, 0, 0, 0, 3, 3, 3, 0}, Pooling::average, 3) ==
@@ -121,6 +121,39 @@ TEST_CASE("B083 pooling is centred: a hot token lifts both its neighbours", "[sc
     for (std::int32_t i = 0; i < 32; ++i) {
       CHECK(result[index(i)] == (std::abs(i - 16) <= kernel / 2 ? 1.0F : 0.0F));
     }
+  }
+}
+
+TEST_CASE("B083 the page of a hot token stays, and not its neighbour's", "[score][fault]") {
+  std::vector<float> hot(32, 0.0F);
+  hot[16] = 1;
+  const auto kept =
+      [](const std::vector<float>& scores, PageReduction reduction, std::int64_t rows) {
+        TestCache t(scored());
+        const SequenceId s = t.filled(32);
+        Input in;
+        in.score = scores_of(scores);
+        PageSelector<ExternalParams>::Params p;
+        p.pages.reduction = reduction;
+        p.budget = rows;
+        p.sinks = 4;
+        p.window = 4;
+        REQUIRE(evict(PageSelector<ExternalParams>(p), t, s, in).report.status == Status::ok);
+        CHECK(t.positions(s, 0, 0) == t.positions(s, 0, 1));
+        return t.positions(s);
+      };
+  const Rows expected = range(0, 4) + range(16, 20) + range(28, 32);
+  for (const PageReduction reduction :
+       {PageReduction::max, PageReduction::mean, PageReduction::top_m}) {
+    CHECK(kept(hot, reduction, 12) == expected);  // the sinks' page, the last one, and one more
+  }
+  // Pooled before, page 3 has lifted rows too: fewer than page 4, so that all reductions but `max` know which is hot.
+  // `max` sees two equal pages; with room for both, both stay.
+  for (const std::int32_t kernel : {3, 5, 7}) {
+    const auto smooth = pooled(hot, Pooling::max, kernel);
+    CHECK(kept(smooth, PageReduction::mean, 12) == expected);
+    CHECK(kept(smooth, PageReduction::top_m, 12) == expected);
+    CHECK(kept(smooth, PageReduction::max, 16) == range(0, 4) + range(12, 20) + range(28, 32));
   }
 }
 

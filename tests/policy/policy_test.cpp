@@ -4,6 +4,7 @@
 
 #include <kvtrim/policy/full.hpp>
 #include <kvtrim/policy/heavy_hitter.hpp>
+#include <kvtrim/policy/page_selector.hpp>
 #include <kvtrim/policy/snapkv_selector.hpp>
 #include <kvtrim/policy/streaming_sink.hpp>
 #include <kvtrim/score/accumulate.hpp>
@@ -27,7 +28,7 @@
 using namespace kvtrim;
 using test::TaggedCache;
 
-#define KVTRIM_POLICIES Full, StreamingSink, HeavyHitter, SnapKVSelector
+#define KVTRIM_POLICIES Full, StreamingSink, HeavyHitter, SnapKVSelector, PageSelector<>
 
 namespace {
 
@@ -71,6 +72,29 @@ struct Laws<SnapKVSelector> {
     return {{SnapKVSelector({.window = 4, .budget = 11}), 11, 0, 4},
             {SnapKVSelector({.window = 4, .budget = 11, .sinks = 3}), 11, 3, 4},
             {SnapKVSelector({.window = 5, .budget = 5}), 5, 0, 5}};
+  }
+};
+template <>
+struct Laws<PageSelector<>> {
+  static Case<PageSelector<>> of(PageUnit unit,
+                                 std::int32_t budget,
+                                 std::int32_t sinks,
+                                 std::int32_t recent,
+                                 const PageScoreParams& pages = {}) {
+    PageSelector<>::Params p;
+    p.unit = unit;
+    p.budget = budget;
+    p.sinks = sinks;
+    p.window = recent;
+    p.pages = pages;
+    return {PageSelector<>(p), budget, sinks, recent, true, true};
+  }
+  static std::vector<Case<PageSelector<>>> cases() {
+    // The largest protected part is a page of sinks and recent + page_size - 1 rows.
+    return {of(PageUnit::per_table, 12, 1, 4),
+            of(PageUnit::per_group, 19, 3, 5),
+            of(PageUnit::per_table, 14, 0, 0, {.reduction = PageReduction::mean}),
+            of(PageUnit::per_group, 17, 5, 1, {.heads = Reduction::max})};
   }
 };
 
@@ -174,9 +198,12 @@ TEMPLATE_TEST_CASE("policy: is a value", "[policy]", KVTRIM_POLICIES) {
 }
 
 TEST_CASE("policy: names are unique", "[policy]") {
-  const std::set<std::string_view> names{
-      Full::name, StreamingSink::name, HeavyHitter::name, SnapKVSelector::name};
-  CHECK(names.size() == 4);
+  const std::set<std::string_view> names{Full::name,
+                                         StreamingSink::name,
+                                         HeavyHitter::name,
+                                         SnapKVSelector::name,
+                                         PageSelector<>::name};
+  CHECK(names.size() == 5);
 }
 
 TEMPLATE_TEST_CASE("policy: nothing changes while rows are within the budget",
@@ -307,7 +334,7 @@ TEMPLATE_TEST_CASE("policy: NaN and -inf are one lowest class and go first, coun
                    "[policy][nan]",
                    KVTRIM_POLICIES) {
   for (const auto& law : Laws<TestType>::cases()) {
-    if (!law.by_score) { continue; }
+    if (!law.by_score || law.whole_pages) { continue; }  // pages: page_selector_test
     const std::int32_t tokens = law.budget + 8;
     // Ten candidates are lowest, in two dresses; one of their class too many for the two or so that may stay.
     const auto lowest = [&](std::int32_t p) { return p >= law.sinks && p < law.sinks + 10; };

@@ -286,7 +286,7 @@ TEST_CASE("policy spec: every key of page reaches its parameters", "[program]") 
   CHECK(plain.budget == 400);
   CHECK(plain.unit == kvtrim::PageUnit::per_layer);
   CHECK(plain.scores.rows == kvtrim::Reduction::max);
-  CHECK(plain.scores.window == 32);
+  CHECK(plain.scores.window == 16);
   const auto all = std::get<PageSelector<kvtrim::WindowParams>>(
                        make("page:score=window,unit=group,window=16,kernel=9,pool=max,rows=sum,"
                             "group=max,columns=candidates,"

@@ -28,9 +28,9 @@ enum class PageUnit : std::uint8_t {
 };
 
 /// What `PageSelector` scores tokens by unless told otherwise: the most that one of the window's queries pays to a row,
-/// averaged over the group, smoothed over 5 columns.
-inline constexpr WindowParams page_window_scores{.window = 32,
-                                                 .kernel = 5,
+/// averaged over the group, smoothed over 9 columns.
+inline constexpr WindowParams page_window_scores{.window = 16,
+                                                 .kernel = 9,
                                                  .rows = Reduction::max,
                                                  .group = Reduction::mean,
                                                  .pooling = Pooling::average,
@@ -63,12 +63,12 @@ class PageSelector {
   /// Parameters.
   struct Params {
     TokenScores scores = detail::default_page_scores<TokenScores>;  ///< what ranks a token
-    PageScoreParams pages;                                          ///< from tokens to pages
+    PageScoreParams pages{.heads = Reduction::max};                 ///< from tokens to pages
     PageUnit unit = PageUnit::per_table;                            ///< who shares a page set
     std::int64_t budget = 1024;                                     ///< rows that stay at most
     std::int64_t budget_pages = 0;  ///< pages that stay at most, in place of `budget`
     std::int64_t sinks = 1;         ///< first rows, whose pages always stay
-    std::int64_t window = 32;       ///< last rows, whose pages always stay
+    std::int64_t window = 16;       ///< last rows, whose pages always stay
   };
   static constexpr std::string_view name = "page";
 
@@ -101,8 +101,7 @@ class PageSelector {
       if (p.scores.window < 1 || p.scores.kernel < 1 || p.scores.kernel % 2 == 0) {
         detail::throw_invalid_argument(
             "kvtrim::PageSelector: scores.window {} must be at least 1, scores.kernel {} odd and "
-            "at "
-            "least 1",
+            "at least 1",
             p.scores.window,
             p.scores.kernel);
       }

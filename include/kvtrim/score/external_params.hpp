@@ -4,6 +4,9 @@
 namespace kvtrim {
 
 /// Parameters of `ExternalScorer`: none.
+///
+/// \par Source
+/// none: the scores are the caller's
 struct ExternalParams {};
 
 }  // namespace kvtrim

@@ -4,6 +4,9 @@
 namespace kvtrim {
 
 /// Parameters of `KeyDiffScorer`: none.
+///
+/// \par Source
+/// Park et al., 2025, arXiv:2504.15364
 struct KeyDiffParams {};
 
 }  // namespace kvtrim

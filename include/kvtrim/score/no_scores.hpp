@@ -4,6 +4,9 @@
 namespace kvtrim {
 
 /// Scorer parameters of policies that keep by position alone.
+///
+/// \par Source
+/// none
 struct NoScores {};
 
 }  // namespace kvtrim

@@ -47,6 +47,8 @@ template <class TokenScores>
 /// \par Complexity
 /// the token scorer's, for all sequences and KV heads of the layer; no allocation. The sums are those of a plan that scores
 /// all layers itself, bit for bit
+/// \par Source
+/// own rule, as `page_scores`
 template <class TokenScores>
 Status accumulate_page_scores(const PageSelector<TokenScores>& policy,
                               const CacheView& view,

@@ -20,6 +20,9 @@ namespace kvtrim {
 ///
 /// Queries are stored as attention uses them: after RoPE, before the scale, with the position of their token.
 ///
+/// \par Source
+/// Li et al., 2024, arXiv:2404.14469 (the observation window)
+///
 /// \par Allocation
 /// in the constructor only: 2 * sequences * layers * query_heads * window * head_dim floats
 /// \par Thread-safety

@@ -17,6 +17,9 @@ enum class PoolColumns : std::uint8_t {
 };
 
 /// Parameters of `WindowScorer`, apart from its header so that policies need not include Eigen.
+///
+/// \par Source
+/// Li et al., 2024, arXiv:2404.14469
 struct WindowParams {
   std::int32_t window = 32;           ///< last rows whose queries vote; never candidates themselves
   std::int32_t kernel = 5;            ///< pooling kernel, odd
