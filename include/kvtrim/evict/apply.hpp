@@ -45,11 +45,9 @@ class HeadMover {
   }
 
  private:
-  using index = std::size_t;
-
   [[nodiscard]] RowPlace new_place(std::int32_t row) const noexcept {
     const std::int32_t at = row + view_.first_row(s_);
-    const auto e = static_cast<index>(at / view_.page_size);
+    const auto e = static_cast<std::size_t>(at / view_.page_size);
     return {plan_.k_pages(s_, t_)[e], plan_.v_pages(s_, t_)[e], Slot{at % view_.page_size}};
   }
 
@@ -64,7 +62,7 @@ class HeadMover {
     });
     if (rerotator_.mode() == PositionMode::keep) { return; }
     for_each_target(kept, table_.removal, [&](std::int32_t, std::int32_t to, std::int32_t i) {
-      renumber(new_place(to), to, ranks.empty() ? i : ranks[static_cast<index>(i)]);
+      renumber(new_place(to), to, ranks.empty() ? i : ranks[static_cast<std::size_t>(i)]);
     });
   }
 
@@ -74,7 +72,7 @@ class HeadMover {
     for (std::int32_t to = 0; to < table_.live_after; ++to) {
       const std::int32_t at = to + first;
       const std::int32_t from =
-          sources[static_cast<index>(at / view_.page_size)] * view_.page_size +
+          sources[static_cast<std::size_t>(at / view_.page_size)] * view_.page_size +
           at % view_.page_size - first;
       if (from != to) { move_sequence_data(view_, s_, l_, h_, from, to); }
     }
@@ -124,7 +122,7 @@ class HeadMover {
         plan_.kept_list(s_, l_, h_),
         table_.removal,
         [&](std::int32_t, std::int32_t to, std::int32_t i) {
-          if ((ranks.empty() ? i : ranks[static_cast<index>(i)]) == rerotator_.sinks()) {
+          if ((ranks.empty() ? i : ranks[static_cast<std::size_t>(i)]) == rerotator_.sinks()) {
             begin = view_.rope_position(s_, l_, h_, to);
           }
         });

@@ -31,13 +31,13 @@ namespace kvtrim {
 namespace detail {
 
 template <class P>
-using scorer_of =
+using PolicyScorer =
     typename ScorerOf<std::remove_cvref_t<decltype(std::declval<const P&>().scorer())>>::type;
 
 template <Policy P, Executor E>
 class Planner : public RowChoice {
  public:
-  using S = scorer_of<P>;
+  using S = PolicyScorer<P>;
   static constexpr bool by_position = std::is_same_v<S, NoScorer>;
   static constexpr bool by_page = PagePolicy<P>;
 
@@ -402,7 +402,7 @@ template <Policy P>
 [[nodiscard]] std::size_t plan_workspace_bytes(const P& policy, const PlanShape& shape) noexcept {
   Arena arena;
   const auto unused = detail::PlanMemory::take(
-      arena, shape, detail::scorer_of<P>(policy.scorer()).scratch_bytes(shape));
+      arena, shape, detail::PolicyScorer<P>(policy.scorer()).scratch_bytes(shape));
   static_cast<void>(unused);
   return arena.bytes();
 }
