@@ -2,6 +2,7 @@
 #pragma once
 
 // From scores to a plan. Everything that can fail fails here, before a byte of the cache is written.
+// Over 400 lines: one class whose steps share the plan in the making; tables and rows are in detail/.
 
 #include <kvtrim/cache/cache_view.hpp>
 #include <kvtrim/cache/check_view.hpp>

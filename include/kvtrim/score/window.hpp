@@ -3,7 +3,7 @@
 
 // Attention of the prompt's last queries over all live keys. With the engine's LSE a tile is done once it is
 // multiplied; without it the exponentials of one KV head stay in the scratch (4 bytes a query and key) and are divided
-// when the sums are known: a second product costs twice the time.
+// when the sums are known: a second product costs twice the time. Over 400 lines: both forms share layout and reduction.
 
 #include <kvtrim/detail/key_tile.hpp>
 #include <kvtrim/score/pooling.hpp>
