@@ -65,9 +65,7 @@ int generate(const Options& o) {
 
   kvtrim::PagedCache::Params params = model.cache_params();
   params.page_size = o.page_size;
-  params.dtype = o.cache_type == "f16"    ? kvtrim::DType::f16
-                 : o.cache_type == "bf16" ? kvtrim::DType::bf16
-                                          : kvtrim::DType::f32;
+  params.dtype = program::cache_dtype(o.cache_type);
   params.unrotated_keys = o.in_cache && params.dtype != kvtrim::DType::f32;
   params.scores = true;
   params.scope = needs.scope;

@@ -181,9 +181,7 @@ class Experiment {
   kvtrim::PagedCache::Params cache_params(std::size_t longest) const {
     kvtrim::PagedCache::Params p = model_.cache_params();
     p.page_size = options_.page_size;
-    p.dtype = options_.cache_type == "f16"    ? kvtrim::DType::f16
-              : options_.cache_type == "bf16" ? kvtrim::DType::bf16
-                                              : kvtrim::DType::f32;
+    p.dtype = program::cache_dtype(options_.cache_type);
     p.max_rows = static_cast<std::int32_t>(longest + answer_tokens + 1);
     p.max_sequences = static_cast<std::int32_t>(variants_.size()) + 1;
     p.scope = needs_of(variants_).scope;

@@ -224,11 +224,16 @@ class Evictor {
   std::int32_t head_dim_ = 0;
 };
 
+/// The dtype that `--cache-type` names: f32, f16 or bf16.
+[[nodiscard]] inline kvtrim::DType cache_dtype(const std::string& name) {
+  return name == "f16"    ? kvtrim::DType::f16
+         : name == "bf16" ? kvtrim::DType::bf16
+                          : kvtrim::DType::f32;
+}
+
 /// Page tables of a sequence of a cache made with `params`.
 [[nodiscard]] inline std::int32_t tables_of(const kvtrim::PagedCache::Params& params) {
-  return params.scope == kvtrim::TableScope::group   ? 1
-         : params.scope == kvtrim::TableScope::layer ? params.layers
-                                                     : params.layers * params.kv_heads;
+  return kvtrim::tables_of(params.scope, params.layers, params.kv_heads);
 }
 
 /// Bytes of keys and values of the live rows of sequence `s`.

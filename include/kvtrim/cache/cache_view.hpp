@@ -49,14 +49,12 @@ struct CacheView {
 
   /// Tables of one sequence: 1, layers, or layers * kv_heads.
   [[nodiscard]] KVTRIM_HOST_DEVICE constexpr std::int32_t tables_per_sequence() const noexcept {
-    return scope == TableScope::group ? 1 : scope == TableScope::layer ? layers : layers * kv_heads;
+    return tables_of(scope, layers, kv_heads);
   }
   /// Which of them serves (layer, KV head).
   [[nodiscard]] KVTRIM_HOST_DEVICE constexpr std::int32_t table_of(LayerId l,
                                                                    HeadId h) const noexcept {
-    return scope == TableScope::group   ? 0
-           : scope == TableScope::layer ? raw(l)
-                                        : raw(l) * kv_heads + raw(h);
+    return kvtrim::table_of(scope, kv_heads, l, h);
   }
   /// First layer that table `t` of a sequence serves.
   [[nodiscard]] KVTRIM_HOST_DEVICE constexpr LayerId first_layer(std::int32_t t) const noexcept {

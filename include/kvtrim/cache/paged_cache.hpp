@@ -62,9 +62,7 @@ class PagedCache {
   ///   not f32, f16 or bf16
   explicit PagedCache(const Params& params) : params_(checked(params)), pool_(params.pages) {
     const auto& p = params_;
-    tables_ = p.scope == TableScope::group   ? 1
-              : p.scope == TableScope::layer ? p.layers
-                                             : p.layers * p.kv_heads;
+    tables_ = tables_of(p.scope, p.layers, p.kv_heads);
     max_pages_ = pages_for(p.max_rows, p.page_size);
     const auto tables = static_cast<std::size_t>(tables_) * index(p.max_sequences);
     ids_.assign(tables * index(max_pages_), raw(null_page));
@@ -409,9 +407,7 @@ class PagedCache {
   }
 
   [[nodiscard]] std::int32_t table_of(LayerId l, HeadId h) const noexcept {
-    return params_.scope == TableScope::group   ? 0
-           : params_.scope == TableScope::layer ? raw(l)
-                                                : raw(l) * params_.kv_heads + raw(h);
+    return kvtrim::table_of(params_.scope, params_.kv_heads, l, h);
   }
   [[nodiscard]] std::size_t table_index(SequenceId s, std::int32_t t) const noexcept {
     return index(static_cast<std::int64_t>(raw(s)) * tables_ + t);

@@ -49,4 +49,21 @@ enum class TableScope : std::uint8_t {
   head,   ///< one KV head of one layer
 };
 
+/// Page tables of one sequence: 1, layers, or layers * kv_heads.
+[[nodiscard]] KVTRIM_HOST_DEVICE constexpr std::int32_t tables_of(TableScope scope,
+                                                                  std::int32_t layers,
+                                                                  std::int32_t kv_heads) noexcept {
+  return scope == TableScope::group ? 1 : scope == TableScope::layer ? layers : layers * kv_heads;
+}
+
+/// Which of a sequence's tables serves (layer, KV head).
+[[nodiscard]] KVTRIM_HOST_DEVICE constexpr std::int32_t table_of(TableScope scope,
+                                                                 std::int32_t kv_heads,
+                                                                 LayerId l,
+                                                                 HeadId h) noexcept {
+  return scope == TableScope::group   ? 0
+         : scope == TableScope::layer ? raw(l)
+                                      : raw(l) * kv_heads + raw(h);
+}
+
 }  // namespace kvtrim

@@ -39,9 +39,7 @@ struct PlanMemory {
 
   static PlanMemory take(Arena& arena, const PlanShape& shape, std::size_t scorer_bytes) noexcept {
     PlanMemory m;
-    const std::int64_t tables = shape.scope == TableScope::group   ? 1
-                                : shape.scope == TableScope::layer ? shape.layers
-                                                                   : shape.layers * shape.kv_heads;
+    const std::int64_t tables = tables_of(shape.scope, shape.layers, shape.kv_heads);
     const std::int64_t all_tables = shape.sequences * tables;
     const std::int64_t heads =
         static_cast<std::int64_t>(shape.sequences) * shape.layers * shape.kv_heads;

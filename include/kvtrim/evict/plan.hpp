@@ -176,9 +176,7 @@ class PlanView {
   }
   /// Which table serves (layer, KV head).
   [[nodiscard]] std::int32_t table_of(LayerId l, HeadId h) const noexcept {
-    return header_->scope == TableScope::group   ? 0
-           : header_->scope == TableScope::layer ? raw(l)
-                                                 : raw(l) * header_->kv_heads + raw(h);
+    return kvtrim::table_of(header_->scope, header_->kv_heads, l, h);
   }
   /// Plan of (sequence, layer, KV head).
   [[nodiscard]] HeadPlan& head(SequenceId s, LayerId l, HeadId h) const noexcept {
