@@ -19,6 +19,7 @@
 #include <kvtrim/core/dtype.hpp>
 #include <kvtrim/core/executor.hpp>
 #include <kvtrim/core/order_key.hpp>
+#include <kvtrim/core/rope.hpp>
 #include <kvtrim/core/status.hpp>
 #include <kvtrim/core/types.hpp>
 #include <kvtrim/evict/apply.hpp>
@@ -31,10 +32,12 @@
 #include <kvtrim/evict/rerotate.hpp>
 #include <kvtrim/policy/full.hpp>
 #include <kvtrim/policy/heavy_hitter.hpp>
+#include <kvtrim/policy/key_diff.hpp>
 #include <kvtrim/policy/page_selector.hpp>
 #include <kvtrim/policy/policy.hpp>
 #include <kvtrim/policy/snapkv_selector.hpp>
 #include <kvtrim/policy/streaming_sink.hpp>
+#include <kvtrim/policy/top_rows.hpp>
 #include <kvtrim/score/accumulate.hpp>
 #include <kvtrim/score/accumulate_params.hpp>
 #include <kvtrim/score/column_sums.hpp>

@@ -34,8 +34,11 @@ struct PlanOptions {
   shape.scope = view.scope;
   shape.page_size = view.page_size;
   shape.pages = view.pages;
-  shape.query_heads = obs.queries.query_heads;
+  shape.query_heads =
+      std::max({obs.queries.query_heads, obs.statistics.query_heads, obs.output.query_heads});
   shape.head_dim = view.k.head_dim;
+  shape.value_dim = view.v.head_dim;
+  shape.hidden = obs.output.hidden;
   shape.workers = workers;
   for (std::int32_t s = 0; s < view.sequences; ++s) {
     shape.query_rows = std::max(shape.query_rows, obs.queries.count(SequenceId{s}));

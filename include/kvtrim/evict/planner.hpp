@@ -142,6 +142,8 @@ class Planner : public RowChoice {
     in.page_size = view_.page_size;
     in.first_row = view_.first_row(s);
     in.budget = obs_.budget(s, l, h);
+    in.layer = l;
+    in.layers = view_.layers;
     Demand demand = policy_.demand(in);
     if (demand.keep >= in.live) { return demand; }
     const std::int32_t fixed = in.live - candidates(demand.protection, in.live).count();

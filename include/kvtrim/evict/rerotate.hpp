@@ -5,6 +5,7 @@
 // it), so what cannot be done well is refused where the mode is bound to the view, not at the first eviction.
 
 #include <kvtrim/cache/cache_view.hpp>
+#include <kvtrim/core/rope.hpp>
 #include <kvtrim/detail/error.hpp>
 #include <kvtrim/evict/removal.hpp>
 
@@ -17,68 +18,6 @@
 #include <vector>
 
 namespace kvtrim {
-
-/// Which two features RoPE rotates together.
-enum class RopePairs : std::uint8_t {
-  half_split,   ///< (j, j + dim / 2): NeoX, Hugging Face Llama
-  interleaved,  ///< (2 j, 2 j + 1): GPT-J, Meta's Llama, GGUF's permuted Llama
-};
-
-/// How positions enter the keys.
-enum class RopeKind : std::uint8_t {
-  standard,  ///< one angle a pair, linear in the position (any fixed frequencies: scaling, YaRN, Llama 3)
-  dynamic_ntk,  ///< frequencies depend on the length
-  mrope,        ///< several positions a token
-  alibi,        ///< no rotation: a bias by distance
-};
-
-/// A model's RoPE.
-struct Rope {
-  std::span<const double>
-      inverse_frequencies;  ///< [layers, dim / 2], or [dim / 2] with `same_for_all_layers`
-  std::int32_t dim = 0;     ///< rotated features; even
-  std::int32_t offset = 0;  ///< first rotated feature
-  RopePairs pairs = RopePairs::half_split;  ///< pairing
-  RopeKind kind = RopeKind::standard;       ///< what it is
-  bool same_for_all_layers = false;         ///< one array of frequencies serves all layers
-};
-
-/// Inverse frequencies base^(-2 j / dim), j = 0..dim/2-1.
-[[nodiscard]] inline std::vector<double> rope_frequencies(double base, std::int32_t dim) {
-  std::vector<double> f(static_cast<std::size_t>(dim / 2));
-  for (std::size_t j = 0; j < f.size(); ++j) {
-    f[j] = std::pow(base, -2.0 * static_cast<double>(j) / dim);
-  }
-  return f;
-}
-
-/// Rotates `key` by `delta` positions.
-///
-/// \param frequencies  [dim / 2] of the layer
-/// \param delta        positions, may be negative: key R(p) becomes R(p + delta)
-/// \param[in,out] key  features offset .. offset + dim - 1 change, the others do not
-/// \par Complexity
-/// O(dim); angles in double, reduced, then float
-/// \par Source
-/// Su et al., 2021, arXiv:2104.09864
-inline void rotate_key(const Rope& rope,
-                       std::span<const double> frequencies,
-                       std::int32_t delta,
-                       float* key) noexcept {
-  const std::int32_t half = rope.dim / 2;
-  for (std::int32_t j = 0; j < half; ++j) {
-    constexpr double turn = 6.283185307179586476925286766559;
-    const auto angle =
-        static_cast<float>(std::remainder(delta * frequencies[static_cast<std::size_t>(j)], turn));
-    const float c = std::cos(angle);
-    const float s = std::sin(angle);
-    float& x = key[rope.offset + (rope.pairs == RopePairs::half_split ? j : 2 * j)];
-    float& y = key[rope.offset + (rope.pairs == RopePairs::half_split ? j + half : 2 * j + 1)];
-    const float rotated = x * c - y * s;
-    y = x * s + y * c;
-    x = rotated;
-  }
-}
 
 /// Keys of the sinks before RoPE, in fp32, for `PositionMode::sinks_follow`: [sequences, layers, kv_heads, sinks, head_dim].
 struct PristineSinks {

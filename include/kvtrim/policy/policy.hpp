@@ -25,7 +25,9 @@ struct DemandInput {
   std::int32_t page_size = 1;  ///< rows a page
   std::int32_t first_row = 0;  ///< rows of left padding: page borders count from before them
   std::int32_t budget =
-      -1;  ///< budget given at run time (`Observation::budgets`); -1: the policy's own
+      -1;           ///< budget given at run time (`Observation::budgets`); -1: the policy's own
+  LayerId layer{};  ///< layer of the view
+  std::int32_t layers = 1;  ///< layers of the view
 };
 
 /// How many rows stay, and which of them are no candidates.

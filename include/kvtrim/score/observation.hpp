@@ -75,10 +75,73 @@ struct QueryBlock {
   }
 };
 
+/// One vector a (layer, KV head), fp32: QFilter's directions.
+struct HeadVectors {
+  const float* data = nullptr;    ///< layer 0, KV head 0; null: none
+  std::int32_t dim = 0;           ///< elements of a vector
+  std::int64_t layer_stride = 0;  ///< floats between layers
+  std::int64_t head_stride = 0;   ///< floats between KV heads
+
+  /// Whether they are there.
+  [[nodiscard]] constexpr explicit operator bool() const noexcept { return data != nullptr; }
+  /// Vector of (layer, KV head).
+  [[nodiscard]] const float* of(LayerId l, HeadId h) const noexcept {
+    return data + raw(l) * layer_stride + raw(h) * head_stride;
+  }
+};
+
+/// Mean and covariance of the queries before RoPE, a query head each: of this prompt, or of a calibration set.
+struct QueryStatistics {
+  const float* mean = nullptr;        ///< [sequences, layers, query_heads, dim]; null: none
+  const float* covariance = nullptr;  ///< [sequences, layers, query_heads, dim, dim]; null: zero
+  std::int32_t query_heads = 0;       ///< a multiple of the KV heads
+  std::int32_t dim = 0;               ///< head dim of the queries
+  std::int32_t layers = 0;            ///< layers of the arrays; the view's layer 0 is the first
+  bool per_sequence = false;  ///< an array a sequence; false: one serves all (a calibration set)
+
+  /// Whether they are there.
+  [[nodiscard]] constexpr explicit operator bool() const noexcept { return mean != nullptr; }
+  /// Mean of a query head, [dim].
+  [[nodiscard]] const float* mean_of(SequenceId s, LayerId l, std::int32_t head) const noexcept {
+    return mean + index_of(s, l, head) * dim;
+  }
+  /// Covariance of a query head, [dim, dim].
+  [[nodiscard]] const float* covariance_of(SequenceId s,
+                                           LayerId l,
+                                           std::int32_t head) const noexcept {
+    return covariance + index_of(s, l, head) * dim * dim;
+  }
+
+ private:
+  [[nodiscard]] std::int64_t index_of(SequenceId s, LayerId l, std::int32_t head) const noexcept {
+    const std::int64_t first = per_sequence ? static_cast<std::int64_t>(raw(s)) * layers : 0;
+    return (first + raw(l)) * query_heads + head;
+  }
+};
+
+/// The attention's output projection, cut by query head: W_O of head h maps a value to the residual stream.
+struct OutputProjection {
+  const float* data = nullptr;    ///< [layers, query_heads, value_dim, hidden], fp32; null: none
+  std::int32_t query_heads = 0;   ///< a multiple of the KV heads
+  std::int32_t value_dim = 0;     ///< head dim of the values
+  std::int32_t hidden = 0;        ///< width of the residual stream
+  std::int64_t layer_stride = 0;  ///< floats between layers
+
+  /// Whether it is there.
+  [[nodiscard]] constexpr explicit operator bool() const noexcept { return data != nullptr; }
+  /// Matrix of a query head, [value_dim, hidden].
+  [[nodiscard]] const float* of(LayerId l, std::int32_t head) const noexcept {
+    return data + raw(l) * layer_stride + static_cast<std::int64_t>(head) * value_dim * hidden;
+  }
+};
+
 /// What a plan may look at beside the cache.
 struct Observation {
   QueryBlock queries{};    ///< for policies that score by the prompt's last queries
   SequencePlane scores{};  ///< ready-made fp32 scores by row, used in place of the policy's scorer
+  HeadVectors filters{};   ///< for QFilter
+  QueryStatistics statistics{};  ///< for ExpectedAttention
+  OutputProjection output{};     ///< for CriticalKV and its kin
   PageScoreArray
       page_scores{};  ///< ready-made page scores (`accumulate_page_scores`), for page policies
   const std::int32_t* budgets =

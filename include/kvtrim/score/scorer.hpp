@@ -29,6 +29,8 @@ struct PlanShape {
   std::int32_t query_heads = 0;          ///< query heads; 0: no queries
   std::int32_t query_rows = 0;           ///< query rows of a sequence
   std::int32_t head_dim = 0;             ///< of the keys
+  std::int32_t value_dim = 0;            ///< head dim of the values
+  std::int32_t hidden = 0;               ///< width of `Observation::output`; 0: none
   std::int32_t workers = 1;              ///< of the executor
 };
 
@@ -56,6 +58,10 @@ concept Scorer = std::is_trivially_copyable_v<S> && requires(const S& s,
   { s.check(view, obs) } noexcept -> std::same_as<Status>;
   { s.score(view, seq, l, h, obs, scratch, out) } noexcept -> std::same_as<void>;
 };
+
+/// A scorer whose scores are common to the KV heads of a layer: they are computed once a layer, for KV head 0.
+template <class S>
+concept LayerScorer = Scorer<S> && requires { requires S::common_to_layer; };
 
 namespace detail {
 struct ScorerArchetype {
