@@ -30,6 +30,7 @@
 #include <kvtrim/evict/planner.hpp>
 #include <kvtrim/evict/removal.hpp>
 #include <kvtrim/evict/rerotate.hpp>
+#include <kvtrim/policy/expected_attention.hpp>
 #include <kvtrim/policy/full.hpp>
 #include <kvtrim/policy/heavy_hitter.hpp>
 #include <kvtrim/policy/key_diff.hpp>
@@ -41,6 +42,8 @@
 #include <kvtrim/score/accumulate.hpp>
 #include <kvtrim/score/accumulate_params.hpp>
 #include <kvtrim/score/column_sums.hpp>
+#include <kvtrim/score/expected_attention.hpp>
+#include <kvtrim/score/expected_attention_params.hpp>
 #include <kvtrim/score/external.hpp>
 #include <kvtrim/score/external_params.hpp>
 #include <kvtrim/score/key_diff.hpp>
@@ -50,6 +53,7 @@
 #include <kvtrim/score/page_accumulate.hpp>
 #include <kvtrim/score/page_scores.hpp>
 #include <kvtrim/score/pooling.hpp>
+#include <kvtrim/score/query_moments.hpp>
 #include <kvtrim/score/query_ring.hpp>
 #include <kvtrim/score/scorer.hpp>
 #include <kvtrim/score/surprisal.hpp>

@@ -1,0 +1,93 @@
+// SPDX-License-Identifier: Apache-2.0
+// Methods of which there are no attention weights to see: their scores against kvpress 0.5.5, computed in double.
+#include "golden_file.hpp"
+
+#include <kvtrim/core/rope.hpp>
+#include <kvtrim/evict/plan_shape.hpp>
+#include <kvtrim/score/expected_attention.hpp>
+#include <kvtrim/score/query_moments.hpp>
+
+#include "catch.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+using namespace kvtrim;
+using golden::Layer;
+
+namespace {
+
+constexpr SequenceId seq{0};
+constexpr LayerId layer{0};
+constexpr double protected_row = 1.0;  // kvpress's mark, where it is not the maximum + 1
+
+// Largest |got - expected| / |expected| of rows [begin, end).
+double worst_of(const std::vector<float>& got,
+                const std::vector<double>& expected,
+                std::int32_t begin,
+                std::int32_t end) {
+  double worst = 0;
+  for (auto i = static_cast<std::size_t>(begin); i < static_cast<std::size_t>(end); ++i) {
+    const double error =
+        std::fabs(static_cast<double>(got[i]) - expected[i]) / std::fabs(expected[i]);
+    worst = std::max(worst, std::isnan(error) ? HUGE_VAL : error);
+  }
+  return worst;
+}
+
+template <class S>
+std::vector<float> scores_of(const S& scorer,
+                             const CacheView& view,
+                             std::int32_t h,
+                             const Observation& obs = {}) {
+  REQUIRE(scorer.check(view, obs) == Status::ok);
+  std::vector<std::byte> scratch(scorer.scratch_bytes(plan_shape(view, obs)));
+  std::vector<float> out(static_cast<std::size_t>(view.live_rows(seq, layer, HeadId{h})));
+  scorer.score(view, seq, layer, HeadId{h}, obs, scratch, out);
+  return out;
+}
+
+}  // namespace
+
+TEST_CASE("golden: ExpectedAttention's scores equal kvpress's, for any chunks of the prompt",
+          "[golden][score][parity]") {
+  for (const char* const shape : golden::all_shapes) {
+    const Layer l(shape);
+    PagedCache cache = l.make_cache(16);
+    l.extend(cache, 0, l.tokens);
+    const auto frequencies = l.file["inv_freq"].values;
+    const auto queries = l.file["query_pre"].floats();
+    ExpectedAttentionParams params;
+    params.rope.inverse_frequencies = frequencies;
+    params.rope.dim = l.dim;
+    params.rope.same_for_all_layers = true;
+    QueryMoments moments({.query_heads = l.heads, .head_dim = l.dim});
+    for (std::int32_t first = 0, n = 0; first < l.tokens; first += n) {
+      n = std::min(first + 3, l.tokens - first);
+      QueryBlock chunk = l.block(first, n, false);
+      chunk.data = queries.data() + static_cast<std::ptrdiff_t>(first) * l.dim;
+      moments.accumulate(seq, layer, chunk, layer);
+    }
+    moments.finish(seq);
+    Observation obs;
+    obs.statistics = moments.statistics();
+    for (std::int32_t h = 0; h < l.kv_heads; ++h) {
+      INFO(shape << ", head " << h);
+      CHECK(worst_of(scores_of(ExpectedAttentionScorer(params), cache.view(), h, obs),
+                     l.file["expected_attention"].row(h),
+                     params.sinks,
+                     l.tokens) < 1e-5);
+      ExpectedAttentionParams plain = params;
+      plain.epsilon = 0.01F;
+      plain.covariance = false;
+      CHECK(worst_of(scores_of(ExpectedAttentionScorer(plain), cache.view(), h, obs),
+                     l.file["expected_attention_eps_nocov"].row(h),
+                     params.sinks,
+                     l.tokens) < 1e-5);
+    }
+  }
+}
