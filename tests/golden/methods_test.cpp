@@ -4,7 +4,11 @@
 
 #include <kvtrim/core/rope.hpp>
 #include <kvtrim/evict/plan_shape.hpp>
+#include <kvtrim/policy/cur_kv.hpp>
+#include <kvtrim/policy/lag_kv.hpp>
+#include <kvtrim/score/cur.hpp>
 #include <kvtrim/score/expected_attention.hpp>
+#include <kvtrim/score/lag_kv.hpp>
 #include <kvtrim/score/query_moments.hpp>
 
 #include "catch.hpp"
@@ -88,6 +92,57 @@ TEST_CASE("golden: ExpectedAttention's scores equal kvpress's, for any chunks of
                      l.file["expected_attention_eps_nocov"].row(h),
                      params.sinks,
                      l.tokens) < 1e-5);
+    }
+  }
+}
+
+TEST_CASE("golden: LagKV's scores equal kvpress's, and it protects the same rows",
+          "[golden][score][parity]") {
+  for (const char* const shape : golden::all_shapes) {
+    const Layer l(shape);
+    for (const std::int32_t page_size : {1, 16}) {
+      PagedCache cache = l.make_cache(page_size);
+      l.extend(cache, 0, l.tokens);
+      DemandInput in;
+      in.live = l.tokens;
+      in.state.next_position = l.tokens;
+      const Demand demand = LagKV({.budget = 100, .lag = 32}).demand(in);
+      const auto range = candidates(demand.protection, l.tokens);
+      for (const bool cross : {false, true}) {
+        const LagKVScorer scorer({.lag = 32, .cross_scoring = cross});
+        for (std::int32_t h = 0; h < l.kv_heads; ++h) {
+          const auto expected = l.file[cross ? "lagkv_l32_cross" : "lagkv_l32"].row(h);
+          const auto got = scores_of(scorer, cache.view(), h);
+          INFO(shape << ", head " << h << ", cross " << cross);
+          std::int32_t different = 0;
+          for (std::int32_t r = 0; r < l.tokens; ++r) {
+            const auto x = static_cast<double>(got[static_cast<std::size_t>(r)]);
+            const double y = expected[static_cast<std::size_t>(r)];
+            const bool candidate = r >= range.begin && r < range.end;
+            different += (candidate ? std::fabs(x - y) > 1e-5 * y : y != protected_row) ? 1 : 0;
+          }
+          CHECK(different == 0);
+        }
+      }
+    }
+  }
+}
+
+TEST_CASE("golden: CurKV's scores equal kvpress's, and it protects the same rows",
+          "[golden][score][parity]") {
+  for (const char* const shape : golden::all_shapes) {
+    const Layer l(shape);
+    for (const std::int32_t page_size : {1, 16}) {
+      PagedCache cache = l.make_cache(page_size);
+      l.extend(cache, 0, l.tokens);
+      const auto sinks = static_cast<std::int32_t>(CurKV().params().sinks);
+      for (std::int32_t h = 0; h < l.kv_heads; ++h) {
+        const auto expected = l.file["cur"].row(h);
+        INFO(shape << ", head " << h);
+        CHECK(worst_of(scores_of(CurScorer({}), cache.view(), h), expected, sinks, l.tokens) <
+              1e-5);
+        CHECK(std::count(expected.begin(), expected.begin() + sinks, protected_row) == sinks);
+      }
     }
   }
 }

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Rows of one KV head one by one, keys or values, for scores that need no product. A row's sums must be taken over Eigen
-// expressions without memory behind them: those start at their first element whatever its address.
+// Rows of one KV head one by one, keys or values, for scores that need no product. A row's sums must be taken over
+// Eigen expressions without memory behind them: those start at their first element whatever its address.
 
 #include <kvtrim/cache/cache_view.hpp>
 #include <kvtrim/detail/key_tile.hpp>
@@ -25,7 +25,8 @@ inline constexpr std::int32_t block_rows = 64;
   return side == Side::keys ? view.k.head_dim : view.v.head_dim;
 }
 
-/// Calls f(i, row, finite) for each live row of (sequence, layer, KV head): i = 0..live-1 in logical order, a hole left out.
+/// Calls f(i, row, finite) for each live row of (sequence, layer, KV head): i = 0..live-1 in logical order, a hole left
+/// out.
 ///
 /// \param block  [block_rows * head dim]
 template <class F>

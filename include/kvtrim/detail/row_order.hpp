@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Three numbers of a row: its row in the table, its index among the live rows (a hole left out), and its rank by position.
+// Three numbers of a row: its row in the table, its index among the live rows (a hole left out), and its rank by
+// position.
 
 #include <kvtrim/cache/cache_view.hpp>
 

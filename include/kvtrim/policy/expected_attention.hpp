@@ -48,17 +48,17 @@ struct Method<ExpectedAttentionParams> {
 
 /// Keeps the rows that queries to come are expected to attend to, weighted by the norm of their values.
 ///
-/// Needs `Observation::statistics`: of this prompt (`QueryMoments`), or of a calibration set, and `Params::scores.rope`,
-/// the model's rotation, whose frequencies must outlive the policy. At the end of a prompt, or while generating. The first
-/// `sinks` rows always stay; change `scores.sinks` with them.
+/// Needs `Observation::statistics`: of this prompt (`QueryMoments`), or of a calibration set, and
+/// `Params::scores.rope`, the model's rotation, whose frequencies must outlive the policy. At the end of a prompt, or
+/// while generating. The first `sinks` rows always stay; change `scores.sinks` with them.
 ///
 /// \par Ties
 /// the lower position is kept. NaN: lowest
 /// \par Complexity
 /// as `ExpectedAttentionScorer`
 /// \par Source
-/// Devoto et al., 2025, arXiv:2510.00636, with kvpress's defaults: sinks 4, 512 positions, epsilon 0, covariance and value
-/// norm on. kvpress names the form with given statistics ExpectedAttentionStats
+/// Devoto et al., 2025, arXiv:2510.00636, with kvpress's defaults: sinks 4, 512 positions, epsilon 0, covariance and
+/// value norm on. kvpress names the form with given statistics ExpectedAttentionStats
 using ExpectedAttention = TopRows<ExpectedAttentionParams>;
 static_assert(Policy<ExpectedAttention>);
 

@@ -42,23 +42,23 @@ struct MeanRotation {
 
 /// Scores a row by the attention that the queries to come are expected to pay to it, times the norm of its value.
 ///
-/// A query of the next `future` positions is normal with mean m and covariance C, before RoPE; R is the mean rotation of
-/// those positions. The logit of key k is `scale * k.Rm + scale^2 / 2 * k.(R C R^T)k`; softmax for each query head over
-/// all rows but the sinks; mean over the query heads of the KV head; plus epsilon; times the norm of the value.
+/// A query of the next `future` positions is normal with mean m and covariance C, before RoPE; R is the mean rotation
+/// of those positions. The logit of key k is `scale * k.Rm + scale^2 / 2 * k.(R C R^T)k`; softmax for each query head
+/// over all rows but the sinks; mean over the query heads of the KV head; plus epsilon; times the norm of the value.
 ///
 /// \par Shapes
 /// `Observation::statistics` [query heads, head_dim] and [query heads, head_dim, head_dim]; scores [live rows]
 /// \par Ties
 /// none broken here. NaN: a key, or a value with `value_norm`, that is not finite scores NaN, and such a key takes no
-/// part; a query head whose statistics are not finite, or whose logits overflow, has no vote; without any vote all scores
-/// are NaN
+/// part; a query head whose statistics are not finite, or whose logits overflow, has no vote; without any vote all
+/// scores are NaN
 /// \par Complexity
 /// O(group * live rows * head_dim^2) time, O(group * live rows * head_dim) without the covariance; no allocation. The
 /// score of a row does not change by a bit with page size, page placement, batch or thread
 /// \par Source
-/// Devoto et al., 2025, arXiv:2510.00636, as kvpress computes it; differs: sinks score as rows without attention instead
-/// of above all others (the policy protects them), and the positions to come count from the sequence's next rope
-/// position, so that it may be called while generating
+/// Devoto et al., 2025, arXiv:2510.00636, as kvpress computes it; differs: sinks score as rows without attention
+/// instead of above all others (the policy protects them), and the positions to come count from the sequence's next
+/// rope position, so that it may be called while generating
 class ExpectedAttentionScorer {
  public:
   /// \pre `params.sinks >= 0 && params.future >= 1`

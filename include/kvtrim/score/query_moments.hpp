@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// One query after the other, each of them a rank-one update in double: the result does not change by a bit with the way a
-// prompt is cut into chunks, and no query is kept.
+// One query after the other, each of them a rank-one update in double: the result does not change by a bit with the way
+// a prompt is cut into chunks, and no query is kept.
 
 #include <kvtrim/detail/error.hpp>
 #include <kvtrim/detail/key_tile.hpp>
