@@ -30,6 +30,7 @@
 #include <kvtrim/evict/planner.hpp>
 #include <kvtrim/evict/removal.hpp>
 #include <kvtrim/evict/rerotate.hpp>
+#include <kvtrim/policy/chunk_kv.hpp>
 #include <kvtrim/policy/cur_kv.hpp>
 #include <kvtrim/policy/expected_attention.hpp>
 #include <kvtrim/policy/full.hpp>
@@ -43,6 +44,8 @@
 #include <kvtrim/policy/top_rows.hpp>
 #include <kvtrim/score/accumulate.hpp>
 #include <kvtrim/score/accumulate_params.hpp>
+#include <kvtrim/score/chunked.hpp>
+#include <kvtrim/score/chunked_params.hpp>
 #include <kvtrim/score/column_sums.hpp>
 #include <kvtrim/score/cur.hpp>
 #include <kvtrim/score/cur_params.hpp>

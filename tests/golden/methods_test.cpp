@@ -3,13 +3,16 @@
 #include "golden_file.hpp"
 
 #include <kvtrim/core/rope.hpp>
-#include <kvtrim/evict/plan_shape.hpp>
+#include <kvtrim/evict/planner.hpp>
+#include <kvtrim/policy/chunk_kv.hpp>
 #include <kvtrim/policy/cur_kv.hpp>
 #include <kvtrim/policy/lag_kv.hpp>
+#include <kvtrim/score/chunked.hpp>
 #include <kvtrim/score/cur.hpp>
 #include <kvtrim/score/expected_attention.hpp>
 #include <kvtrim/score/lag_kv.hpp>
 #include <kvtrim/score/query_moments.hpp>
+#include <kvtrim/score/window.hpp>
 
 #include "catch.hpp"
 
@@ -142,6 +145,32 @@ TEST_CASE("golden: CurKV's scores equal kvpress's, and it protects the same rows
         CHECK(worst_of(scores_of(CurScorer({}), cache.view(), h), expected, sinks, l.tokens) <
               1e-5);
         CHECK(std::count(expected.begin(), expected.begin() + sinks, protected_row) == sinks);
+      }
+    }
+  }
+}
+
+TEST_CASE("golden: ChunkKV keeps kvpress's chunks of SnapKV's scores", "[golden][policy][parity]") {
+  for (const char* const shape : golden::all_shapes) {
+    const Layer l(shape);
+    for (const std::int32_t page_size : {1, 16}) {
+      PagedCache cache = l.make_cache(page_size);
+      l.extend(cache, 0, l.tokens);
+      // At 0.75 kvpress keeps fewer rows than the window has: no budget here.
+      const ChunkKV<> policy;
+      const std::int32_t budget = kvpress_chunk_rows(l.tokens, 0.5, 20);
+      Observation obs;
+      obs.budgets =
+          &budget;  // for mha no more than the window's chunks, which the policy's own may not be
+      obs.queries = l.block(l.tokens - 32, 32, false);
+      std::vector<std::byte> workspace(plan_workspace_bytes(policy, plan_shape(cache.view(), obs)));
+      const PlanView made = plan(policy, cache.view(), obs, workspace);
+      REQUIRE(made.status() == Status::ok);
+      for (std::int32_t h = 0; h < l.kv_heads; ++h) {
+        std::vector<double> kept;
+        made.for_each_kept(seq, layer, HeadId{h}, [&](std::int32_t r) { kept.push_back(r); });
+        INFO(shape << ", head " << h << ", page size " << page_size);
+        CHECK(kept == l.file["kept_chunkkv20_snapkv_w32_k5_0.5"].row(h));
       }
     }
   }
