@@ -241,7 +241,7 @@ class MethodWorld {
     return right;
   }
 
-  /// A view of the same pages whose keys were copied to another layout.
+  /// A view of the same pages whose keys were copied to another layout; tables of scope `group` only.
   CacheView relaid(Layout layout) {
     CacheView v = cache_.view();
     const PlaneShape shape{setup_.page_size, setup_.kv_heads, setup_.dim, DType::f32};
