@@ -3,6 +3,7 @@
 
 // Everything for the host. Include the single headers instead where compile time matters.
 
+#include <kvtrim/budget/adaptive.hpp>
 #include <kvtrim/budget/pyramid.hpp>
 #include <kvtrim/budget/rows.hpp>
 #include <kvtrim/cache/cache_view.hpp>
@@ -30,14 +31,21 @@
 #include <kvtrim/evict/planner.hpp>
 #include <kvtrim/evict/removal.hpp>
 #include <kvtrim/evict/rerotate.hpp>
+#include <kvtrim/policy/ada_kv.hpp>
+#include <kvtrim/policy/chunk_kv.hpp>
+#include <kvtrim/policy/critical_kv.hpp>
+#include <kvtrim/policy/cur_kv.hpp>
 #include <kvtrim/policy/decorators.hpp>
+#include <kvtrim/policy/expected_attention.hpp>
 #include <kvtrim/policy/external.hpp>
 #include <kvtrim/policy/full.hpp>
 #include <kvtrim/policy/heavy_hitter.hpp>
 #include <kvtrim/policy/key_diff.hpp>
 #include <kvtrim/policy/key_norm.hpp>
+#include <kvtrim/policy/lag_kv.hpp>
 #include <kvtrim/policy/page_selector.hpp>
 #include <kvtrim/policy/policy.hpp>
+#include <kvtrim/policy/pyramid_kv.hpp>
 #include <kvtrim/policy/q_filter.hpp>
 #include <kvtrim/policy/random.hpp>
 #include <kvtrim/policy/snapkv_selector.hpp>
@@ -46,13 +54,21 @@
 #include <kvtrim/policy/tova.hpp>
 #include <kvtrim/score/accumulate.hpp>
 #include <kvtrim/score/accumulate_params.hpp>
+#include <kvtrim/score/chunked.hpp>
+#include <kvtrim/score/chunked_params.hpp>
 #include <kvtrim/score/column_sums.hpp>
+#include <kvtrim/score/cur.hpp>
+#include <kvtrim/score/cur_params.hpp>
+#include <kvtrim/score/expected_attention.hpp>
+#include <kvtrim/score/expected_attention_params.hpp>
 #include <kvtrim/score/external.hpp>
 #include <kvtrim/score/external_params.hpp>
 #include <kvtrim/score/key_diff.hpp>
 #include <kvtrim/score/key_diff_params.hpp>
 #include <kvtrim/score/key_norm.hpp>
 #include <kvtrim/score/key_norm_params.hpp>
+#include <kvtrim/score/lag_kv.hpp>
+#include <kvtrim/score/lag_kv_params.hpp>
 #include <kvtrim/score/no_scores.hpp>
 #include <kvtrim/score/observation.hpp>
 #include <kvtrim/score/output_norm.hpp>
@@ -64,6 +80,7 @@
 #include <kvtrim/score/pooling.hpp>
 #include <kvtrim/score/q_filter.hpp>
 #include <kvtrim/score/q_filter_params.hpp>
+#include <kvtrim/score/query_moments.hpp>
 #include <kvtrim/score/query_ring.hpp>
 #include <kvtrim/score/random.hpp>
 #include <kvtrim/score/random_params.hpp>

@@ -34,6 +34,9 @@ namespace kvtrim {
 /// Feng et al., 2025, arXiv:2502.03805 (CriticalKV); the group's mean as kvpress
 class OutputNormFactor {
  public:
+  constexpr OutputNormFactor() noexcept = default;
+  explicit constexpr OutputNormFactor(OutputNormFactorParams) noexcept {}
+
   /// Working space of one call.
   [[nodiscard]] std::size_t scratch_bytes(const PlanShape& shape) const noexcept {
     return detail::largest_need(std::max(1, shape.value_dim), [](std::int32_t dim) {
@@ -137,6 +140,12 @@ class OutputNormFactor {
   }
 };
 static_assert(Scorer<OutputNormFactor>);
+
+/// `OutputNormFactorParams` are scored by `OutputNormFactor`.
+template <>
+struct ScorerOf<OutputNormFactorParams> {
+  using type = OutputNormFactor;
+};
 
 /// Scores a row by (its score + epsilon) * `OutputNormFactor`.
 ///

@@ -14,4 +14,10 @@ struct OutputNorm {
   float epsilon = 1e-4F;  ///< added to the score first
 };
 
+/// Parameters of `OutputNormFactor`: none.
+///
+/// \par Source
+/// Feng et al., 2025, arXiv:2502.03805
+struct OutputNormFactorParams {};
+
 }  // namespace kvtrim

@@ -1,0 +1,163 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// A chunk that holds a protected row stays whole, as in kvpress, whose mark on the window's rows lifts the chunk that
+// they share with older ones.
+
+#include <kvtrim/detail/error.hpp>
+#include <kvtrim/policy/top_rows.hpp>
+#include <kvtrim/score/chunked_params.hpp>
+#include <kvtrim/score/window_params.hpp>
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <string_view>
+#include <type_traits>
+
+namespace kvtrim {
+
+namespace detail {
+// Defaults of what always stays: the observation window of window scores, else what the method itself protects.
+template <class Scores>
+struct ChunkedMethod {
+  static constexpr std::int64_t sinks = 0;
+  static constexpr std::int64_t recent = 0;
+  static constexpr void check(const Scores&) noexcept {}
+};
+template <class Scores>
+  requires requires { Method<Scores>::recent; }
+struct ChunkedMethod<Scores> : Method<Scores> {};
+template <>
+struct ChunkedMethod<WindowParams> {
+  static constexpr std::int64_t sinks = 0;
+  static constexpr std::int64_t recent = WindowParams{}.window;
+  static constexpr void check(const WindowParams& p) {
+    if (p.window < 1 || p.kernel < 1 || p.kernel % 2 == 0) {
+      throw_invalid_argument(
+          "kvtrim::ChunkKV: scores.window {} must be at least 1, scores.kernel {} odd and at least "
+          "1",
+          p.window,
+          p.kernel);
+    }
+  }
+};
+}  // namespace detail
+
+/// Keeps the chunks of consecutive tokens that score highest, the same for all KV heads of a layer.
+///
+/// Chunks that hold one of the first `sinks` or the last `recent` tokens always stay, whole. Never more rows than
+/// `budget` stay: one that cuts a chunk keeps its lower positions. Chunks are cut by position, so that they are the
+/// same at the next eviction; one that was cut competes with what is left of it. At the end of a prompt, or while
+/// generating.
+///
+/// \tparam Scores  parameters of the token score: any that `ScorerOf` maps to a scorer
+/// \par Ties
+/// the lower position is kept. NaN: a chunk with such a row goes first
+/// \par Complexity
+/// as `ChunkedScorer`; selection O(rows)
+/// \par Source
+/// Liu et al., 2025, arXiv:2502.00299, with kvpress's chunk of 20 and SnapKV's scores; differs: a budget in rows, not
+/// in chunks (kvpress's is `kvpress_chunk_rows`); no reuse of one layer's chunks for the next
+template <class Scores = WindowParams>
+class ChunkKV {
+ public:
+  /// Parameters.
+  struct Params {
+    std::int64_t budget = 1024;                                   ///< rows that stay
+    std::int64_t chunk = 20;                                      ///< tokens of a chunk
+    std::int64_t sinks = detail::ChunkedMethod<Scores>::sinks;    ///< first rows, always kept
+    std::int64_t recent = detail::ChunkedMethod<Scores>::recent;  ///< last rows, always kept
+    Scores scores{};                                              ///< of a token
+  };
+  static constexpr std::string_view name = "chunkkv";
+
+  /// Chunks of 20, a budget of 1,024 rows.
+  constexpr ChunkKV() : ChunkKV(Params{}) {}
+
+  /// \throws std::invalid_argument if the chunk is below 1, a size negative or beyond 31 bits, the budget below what
+  ///   may have to stay (the sinks up to the end of their last chunk, recent + chunk - 1), `recent` below the window of
+  ///   the scores, or a parameter of the scores out of range
+  explicit constexpr ChunkKV(const Params& params) : params_(params) {
+    constexpr std::int64_t most = std::numeric_limits<std::int32_t>::max();
+    const Params& p = params_;
+    if (p.chunk < 1 || p.sinks < 0 || p.recent < 0 || p.chunk > most || p.sinks > most - p.chunk ||
+        p.recent > most - p.chunk || p.budget > most) {
+      detail::throw_invalid_argument(
+          "kvtrim::ChunkKV: chunk {} must be at least 1, sinks {} and recent {} at least 0, budget "
+          "{} "
+          "within 31 bits",
+          p.chunk,
+          p.sinks,
+          p.recent,
+          p.budget);
+    }
+    const std::int64_t first = (p.sinks + p.chunk - 1) / p.chunk * p.chunk;
+    const std::int64_t last = p.recent > 0 ? p.recent + p.chunk - 1 : 0;
+    if (p.budget < 1 || p.budget < first + last) {
+      detail::throw_invalid_argument(
+          "kvtrim::ChunkKV: budget {} must be at least 1, and at least {}: sinks {} and recent {} "
+          "in "
+          "whole chunks of {}",
+          p.budget,
+          first + last,
+          p.sinks,
+          p.recent,
+          p.chunk);
+    }
+    detail::ChunkedMethod<Scores>::check(p.scores);
+    if constexpr (std::is_same_v<Scores, WindowParams>) {
+      if (p.recent < p.scores.window) {
+        detail::throw_invalid_argument(
+            "kvtrim::ChunkKV: recent {} must be at least scores.window {}, whose rows have no "
+            "score",
+            p.recent,
+            p.scores.window);
+      }
+    }
+  }
+
+  /// What it was made of.
+  [[nodiscard]] constexpr const Params& params() const noexcept { return params_; }
+
+  /// Rows that stay.
+  [[nodiscard]] constexpr Demand demand(const DemandInput& in) const noexcept {
+    const std::int64_t chunk = params_.chunk;
+    const std::int32_t budget =
+        in.budget >= 0 ? in.budget : static_cast<std::int32_t>(params_.budget);
+    const std::int64_t next = in.state.next_position;
+    const std::int64_t window = std::max<std::int64_t>(0, next - params_.recent) / chunk * chunk;
+    const std::int64_t first = (params_.sinks + chunk - 1) / chunk * chunk;
+    const std::int64_t recent = params_.recent > 0 ? next - window : 0;
+    return {std::min(budget, in.live),
+            {static_cast<std::int32_t>(first),
+             static_cast<std::int32_t>(std::min<std::int64_t>(recent, in.live))},
+            0,
+            Status::ok};
+  }
+  /// Rows close up in order.
+  [[nodiscard]] constexpr Removal removal() const noexcept { return Removal::stable_pack; }
+  /// The token score, averaged over chunks.
+  [[nodiscard]] constexpr Chunked<Scores> scorer() const noexcept {
+    return {params_.scores, static_cast<std::int32_t>(params_.chunk)};
+  }
+
+ private:
+  Params params_;
+};
+static_assert(Policy<ChunkKV<>>);
+
+/// Rows that kvpress's ChunkKV keeps of `tokens`: as many chunks as its truncated fraction says, at least one, the
+/// last, partly filled one among them. For comparisons only.
+///
+/// \par Source
+/// kvpress 0.5.5, `ChunkKVPress`, for scores that protect the end of the prompt; as written
+[[nodiscard]] constexpr std::int32_t kvpress_chunk_rows(std::int32_t tokens,
+                                                        double removed,
+                                                        std::int32_t chunk) noexcept {
+  const std::int32_t chunks = (tokens + chunk - 1) / chunk;
+  const auto kept = std::max(1, static_cast<std::int32_t>(chunks * (1.0 - removed)));
+  return std::min(tokens, kept * chunk - (chunks * chunk - tokens));
+}
+
+}  // namespace kvtrim

@@ -1,0 +1,150 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// Chunks are cut by position, not by row: a row is in the same chunk after an eviction as before it.
+
+#include <kvtrim/detail/row_order.hpp>
+#include <kvtrim/score/chunked_params.hpp>
+#include <kvtrim/score/scorer.hpp>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+namespace kvtrim {
+
+/// Scores a row by the mean of any token score over the live rows of its chunk, summed over the KV heads of the layer.
+///
+/// One set for all KV heads comes of it: all of them get the same scores. All rows of a chunk score alike, so a budget
+/// that cuts a chunk keeps its lower positions.
+///
+/// \tparam Scores  parameters of the token score
+/// \par Shapes
+/// scores [live rows], equal in all KV heads
+/// \par Ties
+/// none broken here. NaN: a row that scores NaN in any KV head makes its chunk NaN, so that it goes with all of it
+/// \par Complexity
+/// as the token score, for each KV head, plus O(KV heads * live rows); no allocation. Sums are taken in double
+/// \par Source
+/// Liu et al., 2025, arXiv:2502.00299, as kvpress computes it; differs: chunks stay where they are after an eviction
+template <class Scores>
+class ChunkedScorer {
+ public:
+  /// Scorer of a token.
+  using Token = typename ScorerOf<Scores>::type;
+  /// KV heads of a layer share their scores.
+  static constexpr bool common_to_layer = true;
+
+  /// \pre `params.chunk >= 1`
+  explicit constexpr ChunkedScorer(const Chunked<Scores>& params) noexcept
+      : token_(params.scores), chunk_(params.chunk) {}
+
+  /// Working space of one call.
+  [[nodiscard]] std::size_t scratch_bytes(const PlanShape& shape) const noexcept {
+    return own_bytes(shape.max_rows) + token_.scratch_bytes(shape);
+  }
+
+  /// What the token score says; `bad_observation` where the KV heads of a layer hold different positions, for which
+  /// there is no one set.
+  [[nodiscard]] Status check(const CacheView& view, const Observation& obs) const noexcept {
+    for (std::int32_t s = 0; s < view.sequences; ++s) {
+      for (std::int32_t l = 0; l < view.layers; ++l) {
+        for (std::int32_t h = 1; h < view.kv_heads; ++h) {
+          if (!alike(view, SequenceId{s}, LayerId{l}, HeadId{h})) {
+            return Status::bad_observation;
+          }
+        }
+      }
+    }
+    return token_.check(view, obs);
+  }
+
+  /// Writes the score of each live row, the same for every `h`; a hole's is 0.
+  void score(const CacheView& view,
+             SequenceId s,
+             LayerId l,
+             HeadId,
+             const Observation& obs,
+             std::span<std::byte> scratch,
+             std::span<float> out) const noexcept {
+    const HeadId first{0};
+    const std::int32_t live = view.live_rows(s, l, first);
+    const std::int32_t hole = view.state(s, l, first).append_row;
+    const std::size_t own = own_bytes(live);
+    KVTRIM_ASSERT(own <= scratch.size());
+    Arena arena(scratch.first(own));
+    const Layout mem = Layout::take(arena, live);
+    std::fill(mem.sums.begin(), mem.sums.end(), 0.0);
+    // A token score that is common to the layer already is not added up again.
+    const std::int32_t heads = LayerScorer<Token> ? 1 : view.kv_heads;
+    for (std::int32_t h = 0; h < heads; ++h) {
+      token_.score(view, s, l, HeadId{h}, obs, scratch.subspan(own), out);
+      for (std::int32_t i = 0; i < live; ++i) {
+        mem.sums[index(i)] += static_cast<double>(out[index(detail::row_of(i, hole))]);
+      }
+    }
+    std::fill(out.begin(), out.end(), 0.0F);
+    detail::order_rows(view, s, l, first, mem.order);
+    const auto chunk_of = [&](std::int32_t rank) {
+      const std::int32_t row = detail::row_of(mem.order[index(rank)], hole);
+      return raw(view.position(s, l, first, row)) / chunk_;
+    };
+    for (std::int32_t begin = 0, end = 0; begin < live; begin = end) {
+      double sum = 0;
+      const std::int32_t chunk = chunk_of(begin);
+      for (end = begin; end < live && chunk_of(end) == chunk; ++end) {
+        sum += mem.sums[index(mem.order[index(end)])];
+      }
+      for (std::int32_t rank = begin; rank < end; ++rank) {
+        out[index(detail::row_of(mem.order[index(rank)], hole))] =
+            static_cast<float>(sum / (end - begin));
+      }
+    }
+  }
+
+ private:
+  struct Layout {
+    std::span<double> sums;         // [rows] over the KV heads
+    std::span<std::int32_t> order;  // [rows]
+    static Layout take(Arena& arena, std::int32_t rows) noexcept {
+      Layout m;
+      m.sums = arena.take<double>(rows);
+      m.order = arena.take<std::int32_t>(rows);
+      return m;
+    }
+  };
+
+  static std::size_t index(std::int64_t i) noexcept { return static_cast<std::size_t>(i); }
+  static std::size_t own_bytes(std::int32_t rows) noexcept {
+    Arena arena;
+    const auto unused = Layout::take(arena, rows);
+    static_cast<void>(unused);
+    return arena.bytes();
+  }
+
+  // Whether KV head h holds the positions of KV head 0, row by row.
+  static bool alike(const CacheView& view, SequenceId s, LayerId l, HeadId h) noexcept {
+    const HeadId first{0};
+    const std::int32_t live = view.live_rows(s, l, first);
+    const std::int32_t hole = view.state(s, l, first).append_row;
+    if (view.live_rows(s, l, h) != live || view.state(s, l, h).append_row != hole) { return false; }
+    if (!view.positions || view.positions.head_stride == 0) { return true; }
+    for (std::int32_t i = 0; i < live; ++i) {
+      const std::int32_t row = detail::row_of(i, hole);
+      if (view.position(s, l, h, row) != view.position(s, l, first, row)) { return false; }
+    }
+    return true;
+  }
+
+  Token token_;
+  std::int32_t chunk_;
+};
+
+/// `Chunked<Scores>` are scored by `ChunkedScorer<Scores>`.
+template <class Scores>
+struct ScorerOf<Chunked<Scores>> {
+  using type = ChunkedScorer<Scores>;
+};
+
+}  // namespace kvtrim

@@ -1,0 +1,149 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <kvtrim/detail/row_blocks.hpp>
+#include <kvtrim/detail/row_order.hpp>
+#include <kvtrim/score/cur_params.hpp>
+#include <kvtrim/score/scorer.hpp>
+
+#include <Eigen/Core>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <span>
+
+namespace kvtrim {
+
+/// Scores a row by its share of the squared norms of the keys, and of the values, around it: a cheap stand-in for
+/// leverage.
+///
+/// Rows are cut into windows of `window` in position order, from the first live row on; a share is a squared norm
+/// divided by the sum over the window. Scores are divided by their sum.
+///
+/// \par Shapes
+/// keys and values [live rows, head_dim]; scores [live rows], at least 0, of sum 1
+/// \par Ties
+/// none broken here. NaN: a key or value that is not finite scores NaN and takes no part. A window of zeros has shares
+/// of 0; where all scores are 0 they stay 0
+/// \par Complexity
+/// O(live rows * head dims) time, one read of keys and values; no allocation. The score of a row does not change by a
+/// bit with page size, page placement, batch or thread
+/// \par Source
+/// Sengupta et al., 2025, arXiv:2509.15038, as kvpress computes it; differs: no random projection, windows of zeros
+class CurScorer {
+ public:
+  /// \pre `params.window >= 0`
+  explicit constexpr CurScorer(const CurParams& params) noexcept : params_(params) {}
+
+  /// Working space of one call.
+  [[nodiscard]] std::size_t scratch_bytes(const PlanShape& shape) const noexcept {
+    Arena arena;
+    const auto unused =
+        Layout::take(arena, std::max(shape.head_dim, shape.value_dim), shape.max_rows);
+    static_cast<void>(unused);
+    return arena.bytes();
+  }
+  /// `bad_observation` where what the form needs is not readable.
+  [[nodiscard]] Status check(const CacheView& view, const Observation&) const noexcept {
+    const bool keys = params_.form == CurForm::values || readable(view.k.dtype);
+    const bool values = params_.form == CurForm::keys || readable(view.v.dtype);
+    return keys && values ? Status::ok : Status::bad_observation;
+  }
+
+  /// Writes the score of each live row; a hole's is 0.
+  void score(const CacheView& view,
+             SequenceId s,
+             LayerId l,
+             HeadId h,
+             const Observation&,
+             std::span<std::byte> scratch,
+             std::span<float> out) const noexcept {
+    const std::int32_t live = view.live_rows(s, l, h);
+    const std::int32_t hole = view.state(s, l, h).append_row;
+    Arena arena(scratch);
+    const Layout mem = Layout::take(arena, std::max(view.k.head_dim, view.v.head_dim), live);
+    KVTRIM_ASSERT(arena.ok());
+    std::fill(out.begin(), out.end(), 0.0F);
+    detail::order_rows(view, s, l, h, mem.order);
+    if (params_.form != CurForm::values) {
+      shares(view, s, l, h, detail::Side::keys, mem, mem.keys);
+    }
+    if (params_.form != CurForm::keys) {
+      shares(view, s, l, h, detail::Side::values, mem, mem.values);
+    }
+    double total = 0;
+    for (const std::int32_t i : mem.order) {
+      double& x = mem.keys[index(i)];
+      const double y = mem.values[index(i)];
+      x = params_.form == CurForm::product   ? x * y
+          : params_.form == CurForm::average ? (x + y) / 2
+          : params_.form == CurForm::keys    ? x
+                                             : y;
+      total += std::isnan(x) ? 0.0 : x;
+    }
+    for (std::int32_t i = 0; i < live; ++i) {
+      out[index(detail::row_of(i, hole))] =
+          static_cast<float>(total > 0 ? mem.keys[index(i)] / total : mem.keys[index(i)]);
+    }
+  }
+
+ private:
+  struct Layout {
+    std::span<float> block;         // [block_rows, dim]
+    std::span<double> keys;         // [rows] shares
+    std::span<double> values;       // [rows]
+    std::span<std::int32_t> order;  // [rows]
+    static Layout take(Arena& arena, std::int32_t dim, std::int32_t rows) noexcept {
+      Layout m;
+      m.block = arena.take<float>(static_cast<std::int64_t>(detail::block_rows) * dim);
+      m.keys = arena.take<double>(rows);
+      m.values = arena.take<double>(rows);
+      m.order = arena.take<std::int32_t>(rows);
+      return m;
+    }
+  };
+
+  static std::size_t index(std::int64_t i) noexcept { return static_cast<std::size_t>(i); }
+
+  void shares(const CacheView& view,
+              SequenceId s,
+              LayerId l,
+              HeadId h,
+              detail::Side side,
+              const Layout& mem,
+              std::span<double> out) const noexcept {
+    const std::int32_t dim = detail::dim_of(view, side);
+    detail::for_each_row(
+        view, s, l, h, side, mem.block, [&](std::int32_t i, const float* row, bool finite) {
+          const Eigen::Map<const Eigen::ArrayXf> x(row, dim);
+          out[index(i)] =
+              finite ? x.cast<double>().square().sum() : std::numeric_limits<double>::quiet_NaN();
+        });
+    const std::size_t live = mem.order.size();
+    const std::size_t window =
+        params_.window > 0 ? index(params_.window) : std::max<std::size_t>(1, live);
+    for (std::size_t begin = 0; begin < live; begin += window) {
+      const auto members = mem.order.subspan(begin, std::min(window, live - begin));
+      double sum = 0;
+      for (const std::int32_t i : members) {
+        sum += std::isnan(out[index(i)]) ? 0.0 : out[index(i)];
+      }
+      for (const std::int32_t i : members) {
+        if (sum > 0) { out[index(i)] /= sum; }
+      }
+    }
+  }
+
+  CurParams params_;
+};
+static_assert(Scorer<CurScorer>);
+
+/// `CurParams` are scored by `CurScorer`.
+template <>
+struct ScorerOf<CurParams> {
+  using type = CurScorer;
+};
+
+}  // namespace kvtrim

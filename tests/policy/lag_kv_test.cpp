@@ -1,0 +1,175 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <kvtrim/policy/lag_kv.hpp>
+
+#include <kvtrim/evict/evict.hpp>
+#include <kvtrim/score/lag_kv.hpp>
+
+#include "catch.hpp"
+#include "score/kv_fixture.hpp"
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <stdexcept>
+#include <vector>
+
+using namespace score_test;
+
+namespace {
+
+template <class P>
+Status evict_once(const P& policy, PagedCache& cache, const Observation& obs = {}) {
+  const CacheView view = cache.view();
+  std::vector<std::byte> workspace(plan_workspace_bytes(policy, plan_shape(view, obs)));
+  return kvtrim::evict(policy, cache, view, obs, workspace).status;
+}
+
+void append(PagedCache& cache, const KvData& d, std::int32_t first, std::int32_t n) {
+  REQUIRE(cache.try_extend(SequenceId{0}, n) == Status::ok);
+  cache.write(SequenceId{0}, LayerId{0}, {d.key(first, 0)}, {d.value(first, 0)});
+}
+
+PagedCache cache_of(const KvData& d) {
+  PagedCache::Params p;
+  p.pages = d.tokens + 1;
+  p.page_size = 4;
+  p.kv_heads = d.kv_heads;
+  p.key_dim = d.dim;
+  p.value_dim = d.value_dim;
+  PagedCache cache(p);
+  REQUIRE(cache.try_create());
+  return cache;
+}
+
+std::vector<std::int32_t> positions_of(PagedCache& cache, std::int32_t h) {
+  const CacheView view = cache.view();
+  std::vector<std::int32_t> out;
+  for (std::int32_t r = 0; r < view.live_rows(SequenceId{0}, LayerId{0}, HeadId{h}); ++r) {
+    out.push_back(raw(view.position(SequenceId{0}, LayerId{0}, HeadId{h}, r)));
+  }
+  return out;
+}
+
+// Scores of the prompt as a whole, by position.
+std::vector<float> scores_of(const KvData& d, std::int32_t h, const LagKVParams& p) {
+  KvCache c(d);
+  return score_test::scores_of(LagKVScorer(p), c.view(), c.sequence(), HeadId{h}, {});
+}
+
+}  // namespace
+
+TEST_CASE("lag_kv: the last partition, the remainder and the sinks always stay", "[lag_kv]") {
+  const LagKV policy({.budget = 60, .sinks = 4, .lag = 16});
+  DemandInput in;
+  for (in.live = 61; in.live < 200; ++in.live) {
+    in.state.next_position = in.live;
+    const Demand demand = policy.demand(in);
+    CHECK(demand.keep == 60);
+    CHECK(demand.protection.sinks == 4);
+    CHECK(demand.protection.recent == 16 + (in.live - 4) % 16);
+  }
+}
+
+TEST_CASE("lag_kv: short prompts and small budgets are a sliding window", "[lag_kv][edge]") {
+  const KvData d = make_kv(2, 4, 4, 90, 1);
+  // 90 = 4 + 2 * 40 + 6 rows make no two partitions of 43; and 46 rows of a last partition of 40 exceed a budget of 30.
+  for (const std::int64_t lag : {44, 40}) {
+    PagedCache cache = cache_of(d);
+    append(cache, d, 0, 90);
+    REQUIRE(evict_once(LagKV({.budget = 30, .sinks = 4, .lag = lag}), cache) == Status::ok);
+    for (std::int32_t h = 0; h < 2; ++h) {
+      const auto kept = positions_of(cache, h);
+      REQUIRE(kept.size() == 30);
+      CHECK(kept[3] == 3);
+      CHECK(kept[4] == 64);
+      CHECK(kept[29] == 89);
+    }
+  }
+}
+
+TEST_CASE("lag_kv: keeps the best ranks of all partitions, the lower position among equals",
+          "[lag_kv]") {
+  const KvData d = make_kv(2, 6, 6, 75, 2);
+  PagedCache cache = cache_of(d);
+  append(cache, d, 0, 75);
+  REQUIRE(evict_once(LagKV({.budget = 41, .sinks = 3, .lag = 10}), cache) == Status::ok);
+  for (std::int32_t h = 0; h < 2; ++h) {
+    auto scores = scores_of(d, h, {3, 10, false, false});
+    // 3 sinks, 6 partitions to score, then 10 + 2 rows: 26 of 60 stay.
+    std::vector<std::pair<float, std::int32_t>> order;
+    for (std::int32_t t = 3; t < 63; ++t) { order.emplace_back(-scores[at(t)], t); }
+    std::sort(order.begin(), order.end());
+    std::vector<std::int32_t> expected{0, 1, 2};
+    for (std::int32_t i = 0; i < 26; ++i) { expected.push_back(order[at(i)].second); }
+    for (std::int32_t t = 63; t < 75; ++t) { expected.push_back(t); }
+    std::sort(expected.begin(), expected.end());
+    CHECK(positions_of(cache, h) == expected);
+  }
+}
+
+TEST_CASE("lag_kv: the recursive form judges each row once, however the sequence is cut",
+          "[lag_kv][property]") {
+  const std::int32_t tokens = 143;
+  const KvData d = make_kv(2, 6, 6, tokens, 3);
+  const RecursiveLagKV policy({.sinks = 3, .lag = 10, .keep = 4});
+  const LagKVParams whole{3, 10, false, false};
+  for (const auto& cut : {std::vector<std::int32_t>{tokens},
+                          std::vector<std::int32_t>(at(tokens), 1),
+                          std::vector<std::int32_t>{1, 40, 1, 1, 25, 75},
+                          std::vector<std::int32_t>{23, 120},
+                          std::vector<std::int32_t>{22, 1, 9, 1, 110}}) {
+    PagedCache cache = cache_of(d);
+    std::int32_t first = 0;
+    for (const std::int32_t n : cut) {
+      append(cache, d, first, n);
+      first += n;
+      REQUIRE(evict_once(policy, cache) == Status::ok);
+      // 3 + 4 * (partitions - 1) + 10 + remainder.
+      const std::int32_t partitions = (first - 3) / 10;
+      CHECK(static_cast<std::int32_t>(positions_of(cache, 0).size()) ==
+            (first < 23 ? first : 3 + 4 * (partitions - 1) + 10 + (first - 3) % 10));
+    }
+    for (std::int32_t h = 0; h < 2; ++h) {
+      const auto scores = scores_of(d, h, whole);
+      std::vector<std::int32_t> expected;
+      for (std::int32_t t = 0; t < tokens; ++t) {
+        if (t < 3 || t >= 3 + 13 * 10 || scores[at(t)] > 0.55F) { expected.push_back(t); }
+      }
+      CHECK(positions_of(cache, h) == expected);
+    }
+  }
+}
+
+TEST_CASE("lag_kv: a budget at run time replaces the fraction of the recursive form",
+          "[lag_kv][edge]") {
+  const KvData d = make_kv(1, 6, 6, 60, 4);
+  PagedCache cache = cache_of(d);
+  append(cache, d, 0, 60);
+  const std::int32_t budget = 33;
+  Observation obs;
+  obs.budgets = &budget;
+  REQUIRE(evict_once(RecursiveLagKV({.sinks = 3, .lag = 10, .keep = 4}), cache, obs) == Status::ok);
+  CHECK(positions_of(cache, 0).size() == 33);
+  const std::int32_t too_few = 5;  // all that is left was judged, or is too young
+  obs.budgets = &too_few;
+  CHECK(evict_once(RecursiveLagKV({.sinks = 3, .lag = 10, .keep = 4}), cache, obs) ==
+        Status::over_budget);
+}
+
+TEST_CASE("lag_kv: parameters out of range are refused by name and value", "[lag_kv][edge]") {
+  CHECK_THROWS_WITH(LagKV({.lag = 0}),
+                    "kvtrim::LagKV: lag 0 must be at least 1, sinks 4 at least 0, budget 1024 "
+                    "within 31 bits");
+  CHECK_THROWS_WITH(LagKV({.budget = 3}),
+                    "kvtrim::LagKV: budget 3 must be at least 1, and at least sinks 4");
+  CHECK_THROWS_AS(LagKV({.sinks = -1}), std::invalid_argument);
+  CHECK_THROWS_AS(LagKV({.budget = 0, .sinks = 0}), std::invalid_argument);
+  CHECK_THROWS_AS(LagKV({.budget = std::int64_t{1} << 40}), std::invalid_argument);
+  CHECK_THROWS_WITH(RecursiveLagKV({.lag = 8, .keep = 9}),
+                    "kvtrim::RecursiveLagKV: lag 8 must be at least 1, keep 9 between 0 and lag, "
+                    "sinks 16 at least 0, all within 31 bits");
+  CHECK_THROWS_AS(RecursiveLagKV({.keep = -1}), std::invalid_argument);
+  CHECK_THROWS_AS(RecursiveLagKV({.sinks = -2}), std::invalid_argument);
+  CHECK(LagKV(LagKV::authors(4096)).params().lag == 1024);
+  CHECK(LagKV::authors(4096).sinks == 16);
+}
