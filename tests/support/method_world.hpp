@@ -244,15 +244,18 @@ class MethodWorld {
   /// A view of the same pages whose keys were copied to another layout.
   CacheView relaid(Layout layout) {
     CacheView v = cache_.view();
-    const PlaneShape shape{setup_.page_size, setup_.kv_heads, setup_.dim, DType::f32};
+    const bool per_head = setup_.scope == TableScope::head;
+    const PlaneShape shape{
+        setup_.page_size, per_head ? 1 : setup_.kv_heads, setup_.dim, DType::f32};
     const std::int64_t floats =
-        static_cast<std::int64_t>(v.pages) * setup_.page_size * setup_.kv_heads * setup_.dim;
+        static_cast<std::int64_t>(v.pages) * setup_.page_size * shape.kv_heads * setup_.dim;
     copy_.assign(at(floats * setup_.layers), nan());
     Plane to = layout == Layout::nhd      ? Plane::nhd(copy_.data(), shape)
                : layout == Layout::hnd    ? Plane::hnd(copy_.data(), shape)
                : layout == Layout::packed ? Plane::vllm_packed_keys(copy_.data(), shape)
                                           : Plane::transposed(copy_.data(), shape);
-    to.layer_stride = floats * 4;
+    to.layer_stride = setup_.scope == TableScope::group ? floats * 4 : 0;
+    if (per_head) { to.head_stride = 0; }
     for (std::int32_t s = 0; s < setup_.sequences; ++s) {
       for_each_row(s, [&](std::int32_t l, std::int32_t h, std::int32_t r, std::int32_t) {
         const SequenceId id{s};
