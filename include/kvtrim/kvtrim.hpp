@@ -39,6 +39,7 @@
 #include <kvtrim/policy/lag_kv.hpp>
 #include <kvtrim/policy/page_selector.hpp>
 #include <kvtrim/policy/policy.hpp>
+#include <kvtrim/policy/rkv.hpp>
 #include <kvtrim/policy/snapkv_selector.hpp>
 #include <kvtrim/policy/streaming_sink.hpp>
 #include <kvtrim/policy/top_rows.hpp>
@@ -64,6 +65,8 @@
 #include <kvtrim/score/pooling.hpp>
 #include <kvtrim/score/query_moments.hpp>
 #include <kvtrim/score/query_ring.hpp>
+#include <kvtrim/score/rkv.hpp>
+#include <kvtrim/score/rkv_params.hpp>
 #include <kvtrim/score/scorer.hpp>
 #include <kvtrim/score/surprisal.hpp>
 #include <kvtrim/score/window.hpp>
