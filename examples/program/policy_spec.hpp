@@ -105,7 +105,7 @@ inline const std::vector<KnownName>& known_policies() {
         {"lagkv", {"sinks", "lag", "cross"}},
         {"qfilter", {"sinks", "recent"}},
         {"curkv", {"sinks", "window", "form"}},
-        {"rkv", {"window", "kernel", "lambda", "threshold"}},
+        {"rkv", {"config", "window", "kernel", "lambda", "threshold"}},
         {"random", {"seed", "sinks", "recent"}},
         {"external", {"sinks", "recent"}},
         {"page", with({"score", "unit", "sinks", "norm", "reduce", "top", "heads"}, window)},
@@ -140,8 +140,9 @@ inline constexpr const char* spec_help =
   expected   sinks=4, future=512, epsilon=0, covariance=1|0, values=1|0 (times the value's norm)
   lagkv      sinks=4, lag=128, cross=0|1
   qfilter    sinks=0, recent=0; needs --filters
-  curkv      sinks=4, window=16, form=product|sum|keys|values
-  rkv        window=8, kernel=7, lambda=0.1, threshold=0.5
+  curkv      sinks=4, window=16, form=product|average|keys|values
+  rkv        window=8, kernel=7, lambda=0.1, threshold=0.5; config=paper|code (code: lambda=0.07,
+             maximum over the group before the softmax)
   random     seed=0, sinks=0, recent=0
   external   sinks=0, recent=0; by how unexpected each token of the prompt was
   page       whole pages: score=window|keydiff|h2o|surprisal, unit=layer|group|head (who shares a page
@@ -263,7 +264,7 @@ class PolicySpec {
       p.scores.form = values_.word("form",
                                    p.scores.form,
                                    {{"product", CurForm::product},
-                                    {"sum", CurForm::sum},
+                                    {"average", CurForm::average},
                                     {"keys", CurForm::keys},
                                     {"values", CurForm::values}});
       return top_rows<kvtrim::CurKV>(keep, p);
@@ -410,13 +411,26 @@ class PolicySpec {
     p.chunk = values_.integer("chunk", p.chunk);
     p.sinks = values_.integer("sinks", p.sinks);
     p.recent = p.scores.window;
-    p.budget = std::max<std::int64_t>({keep, p.sinks + p.recent, 1});
+    const std::int64_t chunk = std::max<std::int64_t>(1, p.chunk);
+    p.budget =
+        std::max<std::int64_t>(keep, (p.sinks + chunk - 1) / chunk * chunk + p.recent + chunk - 1);
     return kvtrim::ChunkKV<>(p);
   }
 
   [[nodiscard]] kvtrim::RKV rkv(std::int32_t keep) const {
+    using kvtrim::RKVGroup;
     kvtrim::RKV::Params p;
-    p.budget = std::max<std::int64_t>(keep, 1);
+    if (values_.word("config", false, {{"paper", false}, {"code", true}})) {
+      p.scores = kvtrim::RKVParams::authors_code();
+    }
+    p.scores.window = values_.integer32("window", p.scores.window);
+    p.scores.kernel = values_.integer32("kernel", p.scores.kernel);
+    p.scores.lambda =
+        static_cast<float>(values_.number("lambda", static_cast<double>(p.scores.lambda)));
+    p.scores.threshold =
+        static_cast<float>(values_.number("threshold", static_cast<double>(p.scores.threshold)));
+    p.recent = p.scores.window;
+    p.budget = std::max<std::int64_t>(keep, p.recent);
     return kvtrim::RKV(p);
   }
 
