@@ -112,7 +112,7 @@ int generate(const Options& o) {
     if (tokenizer.ends_text(token)) break;
     std::cout << tokenizer.decode({&token, 1}) << std::flush;
     if (++made == o.tokens) break;
-    context_full = cache.next_rope_position(*sequence) >= model.shape().context;
+    context_full = program::next_rope_position(cache, *sequence) >= model.shape().context;
     if (context_full) break;
     const engine::Segment segment{*sequence, {&token, 1}};
     checked(model.forward(cache, {&segment, 1}, engine::LogitRows::last, evictor.observer()));
@@ -126,6 +126,7 @@ int generate(const Options& o) {
                  o.in_cache ? "" : " (with --in-cache, streaming and h2o go on)");
   }
   const double mib = 1048576;
+  const std::int64_t heads = std::int64_t{params.layers} * params.kv_heads;
   std::fprintf(stderr,
                "\nprompt %d tokens in %.1f s; %d tokens generated, %.1f tokens/s; policy %s\n"
                "live rows %d of %d seen (%.2f MiB), pages in use %d (%.2f MiB), pages freed %d, "
@@ -136,13 +137,13 @@ int generate(const Options& o) {
                made,
                made > 0 ? made / watch.seconds() : 0.0,
                o.policy.c_str(),
-               cache.live_rows(*sequence),
+               static_cast<int>(program::live_rows(cache, *sequence) / heads),
                kvtrim::raw(cache.next_position(*sequence)),
                static_cast<double>(program::live_bytes(cache, *sequence)) / mib,
                cache.pool().in_use(),
                static_cast<double>(cache.pool().in_use() * cache.page_bytes()) / mib,
                total.released_pages,
-               static_cast<long long>(total.evicted_rows / (params.layers * params.kv_heads)),
+               static_cast<long long>(total.evicted_rows / heads),
                static_cast<double>(total.bytes_moved) / mib);
   return 0;
 }

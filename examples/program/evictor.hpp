@@ -368,15 +368,34 @@ class Evictor {
   return kvtrim::tables_of(params.scope, params.layers, params.kv_heads);
 }
 
-/// Bytes of keys and values of the live rows of sequence `s`.
-[[nodiscard]] inline std::int64_t live_bytes(kvtrim::PagedCache& cache, kvtrim::SequenceId s) {
+/// Live rows of sequence `s`, summed over layers and KV heads.
+[[nodiscard]] inline std::int64_t live_rows(const kvtrim::PagedCache& cache, kvtrim::SequenceId s) {
   const auto& p = cache.params();
   std::int64_t rows = 0;
   for (std::int32_t l = 0; l < p.layers; ++l) {
     for (std::int32_t h = 0; h < p.kv_heads; ++h)
       rows += cache.live_rows(s, kvtrim::LayerId{l}, kvtrim::HeadId{h});
   }
-  return rows * (p.key_dim + p.value_dim) * kvtrim::element_bytes(p.dtype);
+  return rows;
+}
+
+/// Bytes of keys and values of the live rows of sequence `s`.
+[[nodiscard]] inline std::int64_t live_bytes(const kvtrim::PagedCache& cache,
+                                             kvtrim::SequenceId s) {
+  const auto& p = cache.params();
+  return live_rows(cache, s) * (p.key_dim + p.value_dim) * kvtrim::element_bytes(p.dtype);
+}
+
+/// Rope position of the next token in the head that is furthest.
+[[nodiscard]] inline std::int32_t next_rope_position(const kvtrim::PagedCache& cache,
+                                                     kvtrim::SequenceId s) {
+  const auto& p = cache.params();
+  std::int32_t next = 0;
+  for (std::int32_t l = 0; l < p.layers; ++l) {
+    for (std::int32_t h = 0; h < p.kv_heads; ++h)
+      next = std::max(next, cache.next_rope_position(s, kvtrim::LayerId{l}, kvtrim::HeadId{h}));
+  }
+  return next;
 }
 
 }  // namespace program

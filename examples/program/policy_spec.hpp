@@ -132,7 +132,8 @@ inline constexpr const char* spec_help =
   pyramidkv  beta=20, form=exact|kvpress|factory, and snapkv's keys; the budget is the layers' average
   adakv      score=snapkv|expected, safeguard=0.2, form=safeguard|floor|rounded, over=layer|all, and
              the keys of snapkv or expected; the budget is the heads' average
-  criticalkv heads=equal|adakv, first=0.5, epsilon=0.0001, and snapkv's and adakv's keys
+  criticalkv heads=equal|adakv, first=0.5, epsilon=0.0001, and snapkv's keys; heads=adakv:
+             safeguard=0.2, form=safeguard|floor|rounded, over=layer|all
   chunkkv    chunk=20, and snapkv's keys but config
   tova       protect=1|0 (the last row)
   keydiff    sinks=0, recent=0
