@@ -23,7 +23,7 @@
 namespace {
 
 struct Options {
-  std::string model, prompt, prompt_file, policy = "full", cache_type = "f32";
+  std::string model, prompt, prompt_file, filters, policy = "full", cache_type = "f32";
   std::int32_t tokens = 128, page_size = 16, threads = 0;
   bool chat = false, in_cache = false;
   engine::TopPSampler::Params sampling{.temperature = 0, .top_p = 0.95F, .seed = 0};
@@ -53,13 +53,15 @@ int generate(const Options& o) {
                              " tokens is longer than the model's context of " +
                              std::to_string(context));
   }
+  std::vector<float> filters;
+  if (!o.filters.empty()) {
+    filters = program::read_filters(o.filters, engine::read_llama_shape(file));
+  }
   engine::LlamaModel model(file);
   const std::int32_t keep = spec.rows_to_keep(length, 0);
-  const program::AnyPolicy policy = spec.make(keep, kvtrim::SinkForm::pages);
-  // SnapKV and surprisal look once, at the end of the prompt; the others hold the size while tokens come.
-  const bool goes_on =
-      spec.name() != "full" && spec.name() != "snapkv" &&
-      !std::holds_alternative<kvtrim::PageSelector<kvtrim::ExternalParams>>(policy);
+  const program::AnyPolicy policy =
+      spec.make(keep, kvtrim::SinkForm::pages, program::rope_of(model.shape()));
+  const bool goes_on = !spec.acts_once();
   program::Needs needs;
   needs.add(policy);
 
@@ -73,18 +75,14 @@ int generate(const Options& o) {
   params.max_rows = std::min(length + o.tokens, model.shape().context) + 1;
   params.pages = (kvtrim::pages_for(params.max_rows, o.page_size) + 1) * program::tables_of(params);
   kvtrim::PagedCache cache(params);
-  program::Evictor evictor(model.shape(), cache, needs);
+  program::Evictor evictor(model, cache, needs, filters);
   const auto sequence = cache.try_create();
   if (!sequence) throw std::runtime_error("no free sequence");
 
   std::optional<kvtrim::Rerotator> rerotator;
   if (o.in_cache) {
-    kvtrim::Rope rope;
-    rope.inverse_frequencies = model.shape().frequencies;
-    rope.dim = model.shape().rope_dims;
-    rope.pairs = kvtrim::RopePairs::interleaved;
-    rope.same_for_all_layers = true;
-    rerotator.emplace(cache.view(), rope, kvtrim::PositionMode::in_cache);
+    rerotator.emplace(
+        cache.view(), program::rope_of(model.shape()), kvtrim::PositionMode::in_cache);
   }
   const kvtrim::PlanOptions plan{.rerotator = rerotator ? &*rerotator : nullptr};
 
@@ -162,6 +160,8 @@ int main(int argc, char** argv) {
          o.policy,
          "SPEC: full, or streaming, h2o, snapkv with :removed=0.5 or :budget=256 (see below)")
       ->capture_default_str();
+  app.add_option(
+      "--filters", o.filters, "directions for qfilter: fp32, [layers, KV heads, head dim]");
   app.add_option("--tokens", o.tokens, "at most so many new tokens")
       ->check(CLI::Range(0, 1 << 20))
       ->capture_default_str();

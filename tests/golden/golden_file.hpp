@@ -84,9 +84,12 @@ struct Layer {
         tokens(file["key"].shape[1]),
         dim(file["key"].shape[2]) {}
 
-  kvtrim::PagedCache make_cache(std::int32_t page_size, bool scores = false) const {
+  kvtrim::PagedCache make_cache(std::int32_t page_size,
+                                bool scores = false,
+                                kvtrim::TableScope scope = kvtrim::TableScope::group) const {
     kvtrim::PagedCache::Params p;
-    p.pages = tokens / page_size + 1;
+    p.pages = (tokens / page_size + 1) * kvtrim::tables_of(scope, 1, kv_heads);
+    p.scope = scope;
     p.page_size = page_size;
     p.kv_heads = kv_heads;
     p.key_dim = dim;

@@ -11,6 +11,7 @@
 #include <kvtrim/evict/rerotate.hpp>
 #include <kvtrim/score/observation.hpp>
 #include "support/random.hpp"
+#include "support/rope_model.hpp"
 
 #include <algorithm>
 #include <cmath>
@@ -24,42 +25,6 @@
 #include <vector>
 
 namespace kvtrim::test {
-
-inline std::size_t at(std::int64_t i) {
-  return static_cast<std::size_t>(i);
-}
-
-/// A model's RoPE, with other frequencies in every layer.
-struct RopeModel {
-  std::int32_t dim = 8;
-  std::int32_t offset = 0;
-  RopePairs pairs = RopePairs::half_split;
-
-  std::vector<double> frequencies(std::int32_t layers) const {
-    std::vector<double> f;
-    for (std::int32_t l = 0; l < layers; ++l) {
-      for (std::int32_t j = 0; j < dim / 2; ++j) {
-        f.push_back(std::pow(50.0 * (l + 1), -2.0 * j / dim));
-      }
-    }
-    return f;
-  }
-  /// R(position) x, pair by pair, in double.
-  std::vector<double> rotated(std::int32_t layer,
-                              std::vector<double> x,
-                              std::int32_t position) const {
-    for (std::int32_t j = 0; j < dim / 2; ++j) {
-      const double angle = position * std::pow(50.0 * (layer + 1), -2.0 * j / dim);
-      const auto a = at(offset + (pairs == RopePairs::half_split ? j : 2 * j));
-      const auto b = at(offset + (pairs == RopePairs::half_split ? j + dim / 2 : 2 * j + 1));
-      const double u = x[a];
-      const double v = x[b];
-      x[a] = u * std::cos(angle) - v * std::sin(angle);
-      x[b] = u * std::sin(angle) + v * std::cos(angle);
-    }
-    return x;
-  }
-};
 
 /// softmax(q K / sqrt(d)) V, in double.
 inline std::vector<double> dense_attention(const std::vector<double>& query,

@@ -8,7 +8,9 @@
 #include <kvtrim/cache/plane.hpp>
 #include <kvtrim/cache/sequence_state.hpp>
 
+#include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <type_traits>
 
 namespace kvtrim {
@@ -162,19 +164,27 @@ struct Run {
 
 /// Calls `f(Run)` for all live rows of (sequence, layer, KV head), ascending, a page at a time; a hole is left out.
 ///
+/// \param from  first row looked at
+/// \param to    row behind the last one looked at
 /// \pre the table names a page for every live row
 /// \par Complexity
-/// O(pages); no allocation. Nothing beyond the live rows is read, no table entry beyond them either.
+/// O(pages of the rows looked at); no allocation. Nothing beyond the live rows is read, no table entry beyond them either.
 template <class F>
-void for_each_run(const CacheView& view, SequenceId s, LayerId l, HeadId h, F&& f) noexcept(
-    noexcept(f(Run{}))) {
+void for_each_run(
+    const CacheView& view,
+    SequenceId s,
+    LayerId l,
+    HeadId h,
+    F&& f,
+    std::int32_t from = 0,
+    std::int32_t to = std::numeric_limits<std::int32_t>::max()) noexcept(noexcept(f(Run{}))) {
   const SequenceState state = view.state(s, l, h);
   const std::int32_t live = view.live_rows(s, l, h);
   const std::int32_t hole = state.append_row;
-  const std::int32_t extent = live + (hole >= 0 ? 1 : 0);
+  const std::int32_t extent = std::min(live + (hole >= 0 ? 1 : 0), to);
   const std::int32_t first = view.first_row(s);
   const std::int32_t* const entries = view.table.row(s, l, h);
-  for (std::int32_t r = 0; r < extent;) {
+  for (std::int32_t r = from; r < extent;) {
     const std::int32_t page = (r + first) / view.page_size;
     const std::int32_t slot = (r + first) % view.page_size;
     std::int32_t count = view.page_size - slot;

@@ -3,6 +3,7 @@
 
 // The layout of a plan's workspace: what lasts as the plan, then what is used while it is made.
 
+#include <kvtrim/budget/adaptive.hpp>
 #include <kvtrim/cache/check_view.hpp>
 #include <kvtrim/core/arena.hpp>
 #include <kvtrim/evict/plan.hpp>
@@ -26,18 +27,32 @@ struct SelectScratch {
   std::span<std::int32_t> rank_of;  // row -> rank among the kept, -1: goes
   std::span<std::uint8_t> keep;     // by rank
   std::span<std::byte> scorer;
+  std::span<float> factors;  // of the second stage
+};
+
+// What a policy's kind adds to the workspace.
+struct PlanNeeds {
+  std::size_t scorer_bytes = 0;    // of one call, the larger of both stages'
+  bool factors = false;            // there is a second stage
+  std::int64_t saved_scores = 0;   // lists of scores that are kept until rows are chosen
+  std::int64_t sharing_heads = 0;  // heads that share one budget
 };
 
 struct PlanMemory {
   PlanHeader* header = nullptr;
   std::span<std::uint64_t> check;
-  std::span<std::uint8_t> entry_flags;  // [sequences, tables, max_pages]
-  std::span<std::uint8_t> second_pass;  // [sequences, tables]
-  std::span<float> page_scores;         // [sequences, layers, kv_heads, max_pages]
-  std::span<std::int64_t> nan_counts;   // [workers]
+  std::span<std::uint8_t> entry_flags;    // [sequences, tables, max_pages]
+  std::span<std::uint8_t> second_pass;    // [sequences, tables]
+  std::span<float> page_scores;           // [sequences, layers, kv_heads, max_pages]
+  std::span<float> saved_scores;          // [sequences, layers, kv_heads or 1, max_rows]
+  std::span<std::int32_t> budgets;        // [sequences, layers, kv_heads] where heads share one
+  std::span<AdaptiveHead> sharing;        // [heads that share]
+  std::span<std::uint64_t> sharing_keys;  // [heads that share, max_rows]
+  AdaptiveScratch adaptive;
+  std::span<std::int64_t> nan_counts;  // [workers]
   std::span<SelectScratch> workers;
 
-  static PlanMemory take(Arena& arena, const PlanShape& shape, std::size_t scorer_bytes) noexcept {
+  static PlanMemory take(Arena& arena, const PlanShape& shape, const PlanNeeds& needs) noexcept {
     PlanMemory m;
     const std::int64_t tables = tables_of(shape.scope, shape.layers, shape.kv_heads);
     const std::int64_t all_tables = shape.sequences * tables;
@@ -57,6 +72,11 @@ struct PlanMemory {
     m.entry_flags = arena.take<std::uint8_t>(all_tables * max_pages);
     m.second_pass = arena.take<std::uint8_t>(all_tables);
     m.page_scores = arena.take<float>(heads * max_pages);
+    m.saved_scores = arena.take<float>(needs.saved_scores * shape.max_rows);
+    m.budgets = arena.take<std::int32_t>(needs.sharing_heads > 0 ? heads : 0);
+    m.sharing = arena.take<AdaptiveHead>(needs.sharing_heads);
+    m.sharing_keys = arena.take<std::uint64_t>(needs.sharing_heads * shape.max_rows);
+    m.adaptive = AdaptiveScratch::take(arena, needs.sharing_heads, shape.max_rows);
     m.nan_counts = arena.take<std::int64_t>(shape.workers);
     m.workers = arena.take<SelectScratch>(shape.workers);
     for (std::int32_t w = 0; w < shape.workers; ++w) {
@@ -68,7 +88,8 @@ struct PlanMemory {
       s.order = arena.take<std::int32_t>(shape.max_rows);
       s.rank_of = arena.take<std::int32_t>(shape.max_rows);
       s.keep = arena.take<std::uint8_t>(shape.max_rows);
-      s.scorer = arena.take<std::byte>(static_cast<std::int64_t>(scorer_bytes));
+      s.scorer = arena.take<std::byte>(static_cast<std::int64_t>(needs.scorer_bytes));
+      s.factors = arena.take<float>(needs.factors ? shape.max_rows : 0);
       if (arena.ok()) { m.workers[static_cast<std::size_t>(w)] = s; }
     }
     if (!arena.ok()) { return m; }

@@ -14,8 +14,26 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <type_traits>
+#include <utility>
 
 namespace kvtrim::detail {
+
+inline void sort_by_position(const CacheView& view,
+                             SequenceId s,
+                             LayerId l,
+                             HeadId h,
+                             std::span<std::int32_t> rows) noexcept {
+  std::sort(rows.begin(), rows.end(), [&](std::int32_t a, std::int32_t b) {
+    return view.position(s, l, h, a) < view.position(s, l, h, b);
+  });
+}
+
+// One stage: the best rows by their scores.
+struct OneStage {
+  static constexpr std::int32_t first = 0;
+  static constexpr void rescore() noexcept {}
+};
 
 class RowChoice : public PlanTables {
  public:
@@ -23,6 +41,9 @@ class RowChoice : public PlanTables {
 
  protected:
   // Order and choice of one KV head by `scratch.scores`. `restricted`: the rows of locked entries stay, of dropped ones go.
+  // Two stages: of the rows that stay, `stage.first` are the best; `stage.rescore()` then rewrites the scores by which the
+  // others are chosen.
+  template <class Stage = OneStage>
   void choose_rows(SequenceId s,
                    LayerId l,
                    HeadId h,
@@ -30,7 +51,8 @@ class RowChoice : public PlanTables {
                    const Demand& demand,
                    SelectScratch& scratch,
                    std::int64_t& nan,
-                   bool restricted) noexcept {
+                   bool restricted,
+                   const Stage& stage = {}) noexcept {
     const TablePlan& plan = table(s, t);
     const SequenceState state = view_.state(s, l, h);
     const std::int32_t live = plan.live_before;
@@ -47,10 +69,7 @@ class RowChoice : public PlanTables {
       for (std::int32_t r = 0; r < plan.extent_before; ++r) {
         if (r != hole) { scratch.order[index(n++)] = r; }
       }
-      std::sort(
-          scratch.order.begin(), scratch.order.begin() + n, [&](std::int32_t a, std::int32_t b) {
-            return view_.position(s, l, h, a) < view_.position(s, l, h, b);
-          });
+      sort_by_position(view_, s, l, h, scratch.order.first(index(n)));
     }
     const auto row_of = [&](std::int32_t rank) {
       return !state.ordered ? scratch.order[index(rank)]
@@ -74,9 +93,24 @@ class RowChoice : public PlanTables {
       scratch.keys[index(i)] = order_key(score);
       if (!restricted && is_nan(score)) { ++nan; }
     }
-    const auto picked = scratch.picked.first(index(std::clamp(wanted, 0, competing)));
-    top_k(scratch.keys.first(index(competing)), picked);
-    for (const std::int32_t i : picked) { scratch.keep[index(scratch.ranks[index(i)])] = 1; }
+    const auto pick = [&](std::int32_t rows) {
+      const auto picked = scratch.picked.first(index(std::clamp(rows, 0, competing)));
+      top_k(scratch.keys.first(index(competing)), picked);
+      for (const std::int32_t i : picked) { scratch.keep[index(scratch.ranks[index(i)])] = 1; }
+      wanted -= static_cast<std::int32_t>(picked.size());
+    };
+    if constexpr (!std::is_same_v<Stage, OneStage>) {
+      pick(std::min(stage.first - (live - range.count()), wanted));
+      stage.rescore();
+      const std::int32_t all = std::exchange(competing, 0);
+      for (std::int32_t i = 0; i < all; ++i) {
+        const std::int32_t rank = scratch.ranks[index(i)];
+        if (scratch.keep[index(rank)] != 0) { continue; }
+        scratch.keys[index(competing)] = order_key(scores[index(row_of(rank))]);
+        scratch.ranks[index(competing++)] = rank;
+      }
+    }
+    pick(wanted);
     list(s, l, h, state, live, plan.extent_before, scratch, row_of);
   }
 

@@ -18,6 +18,7 @@ struct Report {
   Status status = Status::ok;       ///< `ok`, `over_budget`, or why nothing was committed
   std::int64_t evicted_rows = 0;    ///< rows gone, summed over layers and KV heads
   std::int64_t kept_rows = 0;       ///< rows left, summed likewise
+  std::int64_t allocated_rows = 0;  ///< rows that the pages left have room for, summed likewise
   std::int32_t dropped_pages = 0;   ///< pages that left a table
   std::int32_t released_pages = 0;  ///< of those, pages that nobody holds any longer
   std::int64_t bytes_moved = 0;     ///< bytes of keys, values and page planes written by apply
@@ -57,6 +58,8 @@ Report commit(const PlanView& plan, const CacheView& view, S& sink) noexcept {
     for (std::int32_t t = 0; t < plan.tables(); ++t) {
       const SequenceId s{i};
       const TablePlan& table = plan.table(s, t);
+      report.allocated_rows += static_cast<std::int64_t>(table.pages_after) * view.page_size *
+                               view.layers_per_table() * view.heads_per_table();
       if (!table.evicts) { continue; }
       const LayerId l = view.first_layer(t);
       const HeadId h = view.first_head(t);

@@ -10,7 +10,9 @@
 #include <kvtrim/core/arena.hpp>
 #include <kvtrim/core/executor.hpp>
 #include <kvtrim/detail/plan_memory.hpp>
+#include <kvtrim/detail/plan_needs.hpp>
 #include <kvtrim/detail/row_choice.hpp>
+#include <kvtrim/detail/share_budgets.hpp>
 #include <kvtrim/evict/plan.hpp>
 #include <kvtrim/evict/plan_shape.hpp>
 #include <kvtrim/policy/page_selector.hpp>
@@ -31,16 +33,17 @@ namespace kvtrim {
 
 namespace detail {
 
-template <class P>
-using PolicyScorer =
-    typename ScorerOf<std::remove_cvref_t<decltype(std::declval<const P&>().scorer())>>::type;
-
 template <Policy P, Executor E>
 class Planner : public RowChoice {
  public:
   using S = PolicyScorer<P>;
   static constexpr bool by_position = std::is_same_v<S, NoScorer>;
   static constexpr bool by_page = PagePolicy<P>;
+  static constexpr bool shares = AdaptivePolicy<P>;  // heads share one budget
+  static constexpr bool two_stages = TwoStagePolicy<P>;
+  static constexpr bool saves = shares || LayerScorer<S>;  // scores come first, all of them
+  static_assert(!shares || !by_position, "heads cannot compete without scores");
+  static_assert(!by_page || !(shares || two_stages), "pages are chosen by score alone");
 
   Planner(const P& policy,
           const CacheView& view,
@@ -61,8 +64,7 @@ class Planner : public RowChoice {
     }
     const PlanShape shape = plan_shape(view_, obs_, executor_.workers());
     Arena arena(workspace);
-    mem_ =
-        PlanMemory::take(arena, shape, given_ || given_pages_ ? 0 : scorer_.scratch_bytes(shape));
+    mem_ = PlanMemory::take(arena, shape, plan_needs(policy_, shape, given_ || given_pages_));
     if (!arena.ok()) { return PlanView(Status::workspace_too_small); }
     plan_ = PlanView(mem_.header);
     PlanHeader& header = *mem_.header;
@@ -73,7 +75,17 @@ class Planner : public RowChoice {
       return refuse(fault.status);
     }
     header.generation = generation_of(view_);
+    if constexpr (shares) {
+      BudgetSharing<P> sharing(policy_, view_, obs_, mem_);
+      save_scores([&](SequenceId s, LayerId, HeadId) { return sharing.exceeds_budget(s); });
+      sharing.share_budgets([&](SequenceId s, LayerId l, HeadId h) { return saved(s, l, h); });
+    }
     if (const Status status = open_tables(); status != Status::ok) { return refuse(status); }
+    if constexpr (saves && !shares) {
+      if (!given_ && !given_pages_) {
+        save_scores([&](SequenceId s, LayerId l, HeadId) { return any_evicts(s, l); });
+      }
+    }
 
     for_each_item([&](SequenceId s,
                       LayerId l,
@@ -115,7 +127,63 @@ class Planner : public RowChoice {
  private:
   [[nodiscard]] Status check_observation() const noexcept {
     if (given_pages_) { return Status::ok; }
+    if constexpr (two_stages) {
+      const Status status = FactorScorer<P>(policy_.second_stage()).check(view_, obs_);
+      if (status != Status::ok) { return status; }
+    }
     return given_ ? ExternalScorer{}.check(view_, obs_) : scorer_.check(view_, obs_);
+  }
+
+  void score(SequenceId s,
+             LayerId l,
+             HeadId h,
+             SelectScratch& scratch,
+             std::span<float> scores) const noexcept {
+    if (given_) {
+      ExternalScorer{}.score(view_, s, l, h, obs_, scratch.scorer, scores);
+    } else {
+      scorer_.score(view_, s, l, h, obs_, scratch.scorer, scores);
+    }
+  }
+
+  // Scores of (sequence, layer, KV head) that were computed before the rows are chosen.
+  [[nodiscard]] std::span<float> saved(SequenceId s, LayerId l, HeadId h) const noexcept {
+    const std::int64_t heads = LayerScorer<S> && !shares ? 1 : view_.kv_heads;
+    const std::int64_t item = (static_cast<std::int64_t>(raw(s)) * view_.layers + raw(l)) * heads +
+                              (heads == 1 ? 0 : raw(h));
+    const std::int64_t rows = mem_.header->max_rows;
+    return mem_.saved_scores.subspan(index(item * rows), index(extent_of(s, l, h)));
+  }
+  [[nodiscard]] std::int32_t extent_of(SequenceId s, LayerId l, HeadId h) const noexcept {
+    return view_.live_rows(s, l, h) + (view_.state(s, l, h).append_row >= 0 ? 1 : 0);
+  }
+
+  // Scores that are common to a layer are computed once for it.
+  template <class Wanted>
+  void save_scores(Wanted&& wanted) noexcept {
+    for_each_item([&](SequenceId s,
+                      LayerId l,
+                      HeadId h,
+                      std::int32_t,
+                      SelectScratch& scratch,
+                      std::int64_t&) {
+      if ((LayerScorer<S> && !given_ && raw(h) > 0) || !wanted(s, l, h)) { return; }
+      const auto scores = saved(s, l, h);
+      score(s, l, h, scratch, scores);
+      if constexpr (LayerScorer<S> && shares) {
+        for (std::int32_t other = 1; !given_ && other < view_.kv_heads; ++other) {
+          const auto copy = saved(s, l, HeadId{other});
+          std::copy_n(scores.begin(), std::min(scores.size(), copy.size()), copy.begin());
+        }
+      }
+    });
+  }
+  [[nodiscard]] bool any_evicts(SequenceId s, LayerId l) const noexcept {
+    bool any = false;
+    for (std::int32_t h = 0; h < view_.kv_heads; ++h) {
+      any = any || table(s, view_.table_of(l, HeadId{h})).evicts;
+    }
+    return any;
   }
 
   template <class F>
@@ -136,22 +204,24 @@ class Planner : public RowChoice {
   }
 
   [[nodiscard]] Demand demand_of(SequenceId s, LayerId l, HeadId h) const noexcept {
-    DemandInput in;
-    in.state = view_.state(s, l, h);
-    in.live = view_.live_rows(s, l, h);
-    in.page_size = view_.page_size;
-    in.first_row = view_.first_row(s);
-    in.budget = obs_.budget(s, l, h);
-    in.layer = l;
-    in.layers = view_.layers;
+    const DemandInput in = demand_input(view_, obs_, s, l, h);
     Demand demand = policy_.demand(in);
-    if (demand.keep >= in.live) { return demand; }
+    const std::int32_t shared = shares ? mem_.budgets[head_index(s, l, h)] : -1;
+    if ((shares ? shared : demand.keep) >= in.live) {
+      demand.keep = in.live;
+      return demand;
+    }
     const std::int32_t fixed = in.live - candidates(demand.protection, in.live).count();
     if (demand.keep < fixed) {
       demand.keep = fixed;
       if (demand.status == Status::ok) { demand.status = Status::over_budget; }
     }
+    if (shares) { demand.keep = shared; }
     return demand;
+  }
+  [[nodiscard]] std::size_t head_index(SequenceId s, LayerId l, HeadId h) const noexcept {
+    return index((static_cast<std::int64_t>(raw(s)) * view_.layers + raw(l)) * view_.kv_heads +
+                 raw(h));
   }
   [[nodiscard]] Demand demand_of_table(SequenceId s, std::int32_t t) const noexcept {
     return demand_of(s, view_.first_layer(t), view_.first_head(t));
@@ -201,6 +271,9 @@ class Planner : public RowChoice {
             state.next_rope_position != plan.live_before))) {  // not numbered 0..live-1 yet
         plan.removal = Removal::stable_pack;
       }
+      if (two_stages && plan.removal == Removal::overwrite_slot) {
+        plan.removal = Removal::stable_pack;  // the victim is not the lowest score
+      }
       if (by_page && plan.removal != Removal::drop_pages) { status = Status::bad_observation; }
       if (plan.removal == Removal::drop_pages && (!state.ordered || state.append_row >= 0)) {
         status = Status::rows_unordered;
@@ -221,12 +294,13 @@ class Planner : public RowChoice {
     const Demand demand = demand_of(s, l, h);
     const auto scores = scratch.scores.first(index(plan.extent_before));
     if (given_pages_) { return; }
-    if (demand.keep <= plan.live_before - candidates(demand.protection, plan.live_before).count()) {
+    if (!shares &&
+        demand.keep <= plan.live_before - candidates(demand.protection, plan.live_before).count()) {
       std::fill(scores.begin(), scores.end(), 0.0F);  // all candidates go, whatever their scores
-    } else if (given_) {
-      ExternalScorer{}.score(view_, s, l, h, obs_, scratch.scorer, scores);
+    } else if (saves && (shares || !given_)) {
+      std::copy_n(saved(s, l, h).begin(), scores.size(), scores.begin());
     } else {
-      scorer_.score(view_, s, l, h, obs_, scratch.scorer, scores);
+      score(s, l, h, scratch, scores);
     }
     if constexpr (by_page) {
       const CandidateRange range = candidates(demand.protection, plan.live_before);
@@ -240,6 +314,26 @@ class Planner : public RowChoice {
                           view_.page_size,
                           scores,
                           page_scores_of(s, l, h, plan.pages_before));
+    } else if constexpr (two_stages) {
+      struct Rescored {
+        const Planner& planner;
+        SequenceId s;
+        LayerId l;
+        HeadId h;
+        SelectScratch& scratch;
+        std::span<float> scores;
+        std::int32_t first;
+        void rescore() const noexcept {
+          const auto factors = scratch.factors.first(scores.size());
+          FactorScorer<P>(planner.policy_.second_stage())
+              .score(planner.view_, s, l, h, planner.obs_, scratch.scorer, factors);
+          for (std::size_t r = 0; r < scores.size(); ++r) {
+            scores[r] = planner.policy_.rescaled(scores[r], factors[r]);
+          }
+        }
+      };
+      const Rescored stage{*this, s, l, h, scratch, scores, policy_.first_stage(demand.keep)};
+      choose_rows(s, l, h, t, demand, scratch, nan, restricted, stage);
     } else {
       choose_rows(s, l, h, t, demand, scratch, nan, restricted);
     }
@@ -249,9 +343,8 @@ class Planner : public RowChoice {
                                                 LayerId l,
                                                 HeadId h,
                                                 std::int32_t pages) const noexcept {
-    const std::int64_t head =
-        (static_cast<std::int64_t>(raw(s)) * view_.layers + raw(l)) * view_.kv_heads + raw(h);
-    return mem_.page_scores.subspan(index(head * mem_.header->max_pages), index(pages));
+    return mem_.page_scores.subspan(head_index(s, l, h) * index(mem_.header->max_pages),
+                                    index(pages));
   }
 
   // One set of pages for all tables of a unit, from the sum (or maximum) of their heads' page scores.
@@ -404,8 +497,8 @@ class Planner : public RowChoice {
 template <Policy P>
 [[nodiscard]] std::size_t plan_workspace_bytes(const P& policy, const PlanShape& shape) noexcept {
   Arena arena;
-  const auto unused = detail::PlanMemory::take(
-      arena, shape, detail::PolicyScorer<P>(policy.scorer()).scratch_bytes(shape));
+  const auto unused =
+      detail::PlanMemory::take(arena, shape, detail::plan_needs(policy, shape, false));
   static_cast<void>(unused);
   return arena.bytes();
 }

@@ -24,7 +24,7 @@ namespace kvtrim {
 /// heads of its KV head, and pooled over its neighbours, in this order.
 ///
 /// Softmax runs over all live keys, causal by position inside the window; the window's own columns are then cut and
-/// score 0 (they are meant to be protected).
+/// score 0 (they are meant to be protected), unless `own_columns` asks for their scores.
 ///
 /// \par Shapes
 /// queries [query heads, at most window rows, head_dim], fp32; scores [live rows]
@@ -84,7 +84,7 @@ class WindowScorer {
     const std::int32_t given = block.count(s);
     const std::int32_t votes = std::min(given, params_.window);
     std::fill(out.begin(), out.end(), 0.0F);
-    if (live <= params_.window) { return; }  // all columns are the window's own
+    if (live <= cut_columns()) { return; }  // all columns are the window's own
     Arena arena(scratch);
     const Layout mem = Layout::take(arena, live, group, std::max(1, votes), view.k.head_dim);
     KVTRIM_ASSERT(arena.ok());
@@ -151,6 +151,8 @@ class WindowScorer {
   };
 
   static std::size_t index(std::int64_t i) noexcept { return static_cast<std::size_t>(i); }
+
+  std::int32_t cut_columns() const noexcept { return params_.own_columns ? 0 : params_.window; }
 
   // Query (head g of the group, vote i) is row g * votes + i.
   static void load_queries(const CacheView& view,
@@ -363,7 +365,7 @@ class WindowScorer {
     const auto row_of = [&](std::int32_t i) {
       return i + (state.append_row >= 0 && i >= state.append_row ? 1 : 0);
     };
-    const std::int32_t scored = std::max(0, live - params_.window);
+    const std::int32_t scored = std::max(0, live - cut_columns());
     const auto columns = index(params_.columns == PoolColumns::all_columns ? live : scored);
     if (state.ordered) {
       pool(mem.raw_scores.first(columns),

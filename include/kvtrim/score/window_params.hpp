@@ -27,6 +27,7 @@ struct WindowParams {
   Reduction group = Reduction::mean;  ///< over the query heads of a KV head
   Pooling pooling = Pooling::average;             ///< over neighbouring columns
   PoolColumns columns = PoolColumns::candidates;  ///< what the pooling sees
+  bool own_columns = false;  ///< the window's own columns are scored too, not cut
 };
 
 }  // namespace kvtrim

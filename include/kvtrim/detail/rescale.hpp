@@ -1,0 +1,93 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// What the value-norm and the output-norm decorators share: (score + epsilon) * factor.
+
+#include <kvtrim/score/row_local.hpp>
+#include <kvtrim/score/scorer.hpp>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+namespace kvtrim::detail {
+
+template <class Scores, Scorer Factor>
+class RescaledScorer {
+ public:
+  using Inner = typename ScorerOf<Scores>::type;
+
+  constexpr RescaledScorer(const Scores& scores, float epsilon) noexcept
+      : inner_(scores), epsilon_(epsilon) {}
+
+  /// Working space of one call.
+  [[nodiscard]] std::size_t scratch_bytes(const PlanShape& shape) const noexcept {
+    Arena arena;
+    static_cast<void>(arena.take<float>(shape.max_rows));
+    return arena.bytes() + std::max(inner_.scratch_bytes(shape), factor_.scratch_bytes(shape));
+  }
+  /// `bad_observation` where the scorer or the factor says so.
+  [[nodiscard]] Status check(const CacheView& view, const Observation& obs) const noexcept {
+    const Status status = inner_.check(view, obs);
+    return status != Status::ok ? status : factor_.check(view, obs);
+  }
+
+  /// Writes the score of each live row; a hole's is 0.
+  void score(const CacheView& view,
+             SequenceId s,
+             LayerId l,
+             HeadId h,
+             const Observation& obs,
+             std::span<std::byte> scratch,
+             std::span<float> out) const noexcept {
+    const Split mem(scratch, out.size());
+    inner_.score(view, s, l, h, obs, mem.rest, out);
+    factor_.score(view, s, l, h, obs, mem.rest, mem.factors);
+    rescale(mem.factors, view.state(s, l, h).append_row, out);
+  }
+
+  /// The same for the rows from `first` on, as many as `out` has elements.
+  void score_rows(const CacheView& view,
+                  SequenceId s,
+                  LayerId l,
+                  HeadId h,
+                  const Observation& obs,
+                  std::int32_t first,
+                  std::span<std::byte> scratch,
+                  std::span<float> out) const noexcept
+    requires RowLocalScorer<Inner> && RowLocalScorer<Factor>
+  {
+    const Split mem(scratch, out.size());
+    inner_.score_rows(view, s, l, h, obs, first, mem.rest, out);
+    factor_.score_rows(view, s, l, h, obs, first, mem.rest, mem.factors);
+    rescale(mem.factors, view.state(s, l, h).append_row - first, out);
+  }
+
+ private:
+  struct Split {
+    std::span<float> factors;
+    std::span<std::byte> rest;
+    Split(std::span<std::byte> scratch, std::size_t rows) noexcept {
+      Arena arena(scratch);
+      factors = arena.take<float>(static_cast<std::int64_t>(rows));
+      rest = arena.take<std::byte>(
+          static_cast<std::int64_t>(scratch.size() - std::min(scratch.size(), arena.bytes())));
+      KVTRIM_ASSERT(arena.ok());
+    }
+  };
+
+  void rescale(std::span<const float> factors,
+               std::int32_t hole,
+               std::span<float> out) const noexcept {
+    for (std::size_t i = 0; i < out.size(); ++i) {
+      out[i] = static_cast<std::int32_t>(i) == hole ? 0.0F : (out[i] + epsilon_) * factors[i];
+    }
+  }
+
+  Inner inner_;
+  Factor factor_{};
+  float epsilon_;
+};
+
+}  // namespace kvtrim::detail

@@ -1,0 +1,85 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// Heads of different lengths free memory only where each head has its own page table; with any other table a plan of
+// unequal counts is refused (`unequal_budget`), never silently evened out.
+
+#include <kvtrim/budget/adaptive.hpp>
+#include <kvtrim/detail/error.hpp>
+#include <kvtrim/policy/policy.hpp>
+
+#include <concepts>
+#include <cstdint>
+#include <string_view>
+
+namespace kvtrim {
+
+/// Any policy that ranks rows, with one budget that the KV heads of a layer (or all heads of the sequence) share.
+///
+/// A head's protected rows always stay. The heads together keep exactly what they would if all kept `Inner`'s budget, as
+/// far as there are rows: nothing goes while they have no more than that. Needs `TableScope::head`.
+///
+/// \tparam Inner  the policy whose scores, protection and average budget are used
+/// \par Ties
+/// the lower position, then the lower head
+/// \par Complexity
+/// as `Inner`, and O(rows of the heads that share); 24 bytes of workspace a row more
+/// \par Source
+/// Feng et al., 2024, arXiv:2407.11550; `AdaptiveForm` says how kvpress (default) and the authors' code differ
+template <class Inner>
+class AdaKV {
+ public:
+  /// Parameters.
+  struct Params {
+    typename Inner::Params inner{};  ///< of the policy; its budget is the average of the heads
+    double safeguard = 0.2;          ///< share of its budget that a head keeps in any case
+    AdaptiveForm form = AdaptiveForm::safeguard;       ///< whose arithmetic
+    AdaptiveOver over = AdaptiveOver::heads_of_layer;  ///< who shares
+  };
+  static constexpr std::string_view name = "adakv";
+
+  /// `Inner`'s defaults, a safeguard of 0.2.
+  constexpr AdaKV() : AdaKV(Params{}) {}
+
+  /// \throws std::invalid_argument if the safeguard is not within 0 and 1, or as `Inner` does
+  explicit constexpr AdaKV(const Params& params) : params_(params), inner_(params.inner) {
+    if (!(params.safeguard >= 0 && params.safeguard <= 1)) {
+      detail::throw_invalid_argument("kvtrim::AdaKV: safeguard {} must be within 0 and 1",
+                                     params.safeguard);
+    }
+  }
+
+  /// What it was made of.
+  [[nodiscard]] constexpr const Params& params() const noexcept { return params_; }
+  /// The policy whose scores are used.
+  [[nodiscard]] constexpr const Inner& inner() const noexcept { return inner_; }
+
+  /// `Inner`'s: rows that a head keeps on average, and what is protected.
+  [[nodiscard]] constexpr Demand demand(const DemandInput& in) const noexcept {
+    return inner_.demand(in);
+  }
+  /// Rows close up in order.
+  [[nodiscard]] constexpr Removal removal() const noexcept { return Removal::stable_pack; }
+  /// `Inner`'s.
+  [[nodiscard]] constexpr decltype(auto) scorer() const noexcept { return inner_.scorer(); }
+  /// How the heads share.
+  [[nodiscard]] constexpr AdaptiveParams adaptive() const noexcept {
+    return {params_.safeguard, params_.form, params_.over};
+  }
+
+ private:
+  Params params_;
+  Inner inner_;
+};
+
+/// A policy whose heads share one budget.
+///
+/// | expression     | returns          | meaning            |
+/// |----------------|------------------|--------------------|
+/// | `p.adaptive()` | `AdaptiveParams` | how the heads share |
+template <class P>
+concept AdaptivePolicy = Policy<P> && requires(const P& p) {
+  { p.adaptive() } noexcept -> std::same_as<AdaptiveParams>;
+};
+
+}  // namespace kvtrim

@@ -1,0 +1,109 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// A row matters by what its value adds to the output, not by its attention alone. The first half of the budget still goes
+// by attention: a bound on the error needs the large probabilities kept.
+
+#include <kvtrim/detail/error.hpp>
+#include <kvtrim/policy/ada_kv.hpp>
+#include <kvtrim/policy/policy.hpp>
+#include <kvtrim/score/output_norm_params.hpp>
+
+#include <concepts>
+#include <cstdint>
+#include <string_view>
+
+namespace kvtrim {
+
+/// Any policy that ranks rows, in two stages: of the rows that stay, `first_stage` of them are `Inner`'s best, and the
+/// others those with the highest (score + epsilon) * norm of their projected value.
+///
+/// Around `AdaKV`, the heads' budgets come from `Inner`'s scores and the two stages run in each head (CriticalAdaKV).
+/// Needs `Observation::output`.
+///
+/// \tparam Inner  the policy whose scores, budgets and protection are used; protected rows count to the first stage
+/// \par Ties
+/// the lower position is kept, in either stage
+/// \par Complexity
+/// as `Inner`, and O(rows * query heads of a KV head * value_dim * hidden) for the norms
+/// \par Source
+/// Feng et al., 2025, arXiv:2502.03805; differs: as kvpress 0.5.5 computes it (the 1-norm, mean over the group), but what
+/// is protected beyond the first stage stays protected
+template <class Inner>
+class CriticalKV {
+ public:
+  /// Parameters.
+  struct Params {
+    typename Inner::Params inner{};  ///< of the policy
+    double first_stage = 0.5;        ///< share of the rows that `Inner`'s scores choose
+    float epsilon = 1e-4F;           ///< added to a score before it is scaled
+  };
+  static constexpr std::string_view name = "criticalkv";
+
+  /// `Inner`'s defaults, half of the rows in the first stage.
+  constexpr CriticalKV() : CriticalKV(Params{}) {}
+
+  /// \throws std::invalid_argument if first_stage is not within 0 and 1, epsilon is negative or not finite, or as `Inner`
+  ///   does
+  explicit constexpr CriticalKV(const Params& params) : params_(params), inner_(params.inner) {
+    if (!(params.first_stage >= 0 && params.first_stage <= 1) ||
+        !(params.epsilon >= 0 && params.epsilon <= 3e38F)) {
+      detail::throw_invalid_argument(
+          "kvtrim::CriticalKV: first_stage {} must be within 0 and 1, epsilon {} at least 0 and "
+          "finite",
+          params.first_stage,
+          params.epsilon);
+    }
+  }
+
+  /// What it was made of.
+  [[nodiscard]] constexpr const Params& params() const noexcept { return params_; }
+  /// The policy whose scores are used.
+  [[nodiscard]] constexpr const Inner& inner() const noexcept { return inner_; }
+
+  /// `Inner`'s.
+  [[nodiscard]] constexpr Demand demand(const DemandInput& in) const noexcept {
+    return inner_.demand(in);
+  }
+  /// Rows close up in order.
+  [[nodiscard]] constexpr Removal removal() const noexcept { return Removal::stable_pack; }
+  /// `Inner`'s.
+  [[nodiscard]] constexpr decltype(auto) scorer() const noexcept { return inner_.scorer(); }
+  /// `Inner`'s.
+  [[nodiscard]] constexpr AdaptiveParams adaptive() const noexcept
+    requires AdaptivePolicy<Inner>
+  {
+    return inner_.adaptive();
+  }
+
+  /// Rows of `keep` that the first stage chooses, protected ones included.
+  [[nodiscard]] constexpr std::int32_t first_stage(std::int32_t keep) const noexcept {
+    return static_cast<std::int32_t>(keep * params_.first_stage);
+  }
+  /// What scales the scores in the second stage.
+  [[nodiscard]] constexpr OutputNormFactorParams second_stage() const noexcept { return {}; }
+  /// A score of the second stage.
+  [[nodiscard]] constexpr float rescaled(float score, float factor) const noexcept {
+    return (score + params_.epsilon) * factor;
+  }
+
+ private:
+  Params params_;
+  Inner inner_;
+};
+
+/// A policy that chooses rows in two stages.
+///
+/// | expression                  | returns        | meaning                                                |
+/// |-----------------------------|----------------|--------------------------------------------------------|
+/// | `p.first_stage(keep)`       | `std::int32_t` | rows of `keep` that the plain scores choose            |
+/// | `p.second_stage()`          | parameters that `ScorerOf` maps to a scorer | each row's factor         |
+/// | `p.rescaled(score, factor)` | `float`        | score in the second stage                              |
+template <class P>
+concept TwoStagePolicy = Policy<P> && requires(const P& p, std::int32_t keep, float x) {
+  { p.first_stage(keep) } noexcept -> std::same_as<std::int32_t>;
+  p.second_stage();
+  { p.rescaled(x, x) } noexcept -> std::same_as<float>;
+};
+
+}  // namespace kvtrim

@@ -1,0 +1,89 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// SnapKV's scores, a budget that falls from layer to layer. Layers of different lengths need their own page tables.
+
+#include <kvtrim/budget/pyramid.hpp>
+#include <kvtrim/detail/error.hpp>
+#include <kvtrim/policy/policy.hpp>
+#include <kvtrim/policy/snapkv_selector.hpp>
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <string_view>
+
+namespace kvtrim {
+
+/// SnapKV with more rows in early layers than in deep ones.
+///
+/// A view of all layers tells the layer by itself (`TableScope::layer` or `head`); an engine that evicts layer by layer
+/// gives `layers` and, in `Observation::budgets`, what `pyramid().rows(live, layer)` says.
+///
+/// \par Ties
+/// the lower position is kept. NaN: lowest, then by position
+/// \par Complexity
+/// as `SnapKVSelector`, and O(layers^2) for the budgets
+/// \par Source
+/// Cai et al., 2024, arXiv:2406.02069; differs: `Pyramid` says how
+class PyramidKV {
+ public:
+  /// Parameters.
+  struct Params {
+    SnapKVSelector::Params snapkv{};        ///< scores; its budget is the average of the layers
+    std::int64_t beta = 20;                 ///< the deepest layer has 1/beta of the average
+    std::int64_t layers = 0;                ///< layers of the model; 0: those of the view
+    PyramidForm form = PyramidForm::exact;  ///< whose arithmetic
+  };
+  static constexpr std::string_view name = "pyramidkv";
+
+  /// The paper's sizes, 1,024 rows on average.
+  constexpr PyramidKV() : PyramidKV(Params{}) {}
+
+  /// \throws std::invalid_argument if beta is below 1 or layers below 0, either is beyond 31 bits, or as `SnapKVSelector`
+  explicit constexpr PyramidKV(const Params& params) : params_(params), snapkv_(params.snapkv) {
+    constexpr std::int64_t most = std::numeric_limits<std::int32_t>::max();
+    if (params.beta < 1 || params.beta > most || params.layers < 0 || params.layers > most) {
+      detail::throw_invalid_argument(
+          "kvtrim::PyramidKV: beta {} must be at least 1, layers {} at least 0",
+          params.beta,
+          params.layers);
+    }
+  }
+
+  /// What it was made of.
+  [[nodiscard]] constexpr const Params& params() const noexcept { return params_; }
+
+  /// The budgets, where a layer keeps `budget` rows on average and a model has `layers` layers.
+  [[nodiscard]] constexpr Pyramid pyramid(std::int32_t budget, std::int32_t layers) const noexcept {
+    return {budget,
+            static_cast<std::int32_t>(params_.snapkv.window + params_.snapkv.sinks),
+            static_cast<std::int32_t>(params_.beta),
+            params_.layers > 0 ? static_cast<std::int32_t>(params_.layers) : std::max(1, layers),
+            params_.form};
+  }
+
+  /// Rows that stay in `in.layer`; a budget given at run time is the average of the layers. The pyramid is that of all
+  /// tokens seen, so that what a first eviction left is not cut again.
+  [[nodiscard]] Demand demand(const DemandInput& in) const noexcept {
+    Demand demand = snapkv_.demand(in);
+    const std::int32_t budget =
+        in.budget >= 0 ? in.budget : static_cast<std::int32_t>(params_.snapkv.budget);
+    const std::int32_t tokens = std::max(in.live, in.state.next_position);
+    const Pyramid budgets = pyramid(budget, in.layers);
+    demand.keep =
+        std::min(in.live, budgets.rows(tokens, std::min(raw(in.layer), budgets.layers - 1)));
+    return demand;
+  }
+  /// Rows close up in order.
+  [[nodiscard]] constexpr Removal removal() const noexcept { return Removal::stable_pack; }
+  /// Attention of the window.
+  [[nodiscard]] constexpr WindowParams scorer() const noexcept { return snapkv_.scorer(); }
+
+ private:
+  Params params_;
+  SnapKVSelector snapkv_;
+};
+static_assert(Policy<PyramidKV>);
+
+}  // namespace kvtrim

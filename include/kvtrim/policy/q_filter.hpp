@@ -1,0 +1,36 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <kvtrim/policy/top_rows.hpp>
+#include <kvtrim/score/q_filter_params.hpp>
+
+#include <string_view>
+
+namespace kvtrim {
+
+/// QFilter's defaults.
+template <>
+struct Method<QFilterParams> {
+  static constexpr std::string_view name = "qfilter";
+  static constexpr std::string_view title = "kvtrim::QFilter";
+  static constexpr int sinks = 0;
+  static constexpr int recent = 0;
+  static constexpr void check(const QFilterParams&) noexcept {}
+};
+
+/// Keeps the rows whose keys lie on the side that the queries of their KV head lean to, as calibrated filters say.
+///
+/// Needs keys and `Observation::filters`: without filters, or with filters of another head dim, the plan is
+/// `bad_observation`. At the end of a prompt, or while generating (`score_new_rows` scores each row once).
+///
+/// \par Ties
+/// the lower position is kept. NaN: lowest
+/// \par Complexity
+/// as `QFilterScorer`
+/// \par Source
+/// Godey et al., 2025, arXiv:2503.02812, as written; kvpress downloads filters by the model's name, here the caller
+/// brings them
+using QFilter = TopRows<QFilterParams>;
+static_assert(Policy<QFilter>);
+
+}  // namespace kvtrim

@@ -1,0 +1,35 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <kvtrim/policy/top_rows.hpp>
+#include <kvtrim/score/random_params.hpp>
+
+#include <string_view>
+
+namespace kvtrim {
+
+/// Random's defaults.
+template <>
+struct Method<RandomParams> {
+  static constexpr std::string_view name = "random";
+  static constexpr std::string_view title = "kvtrim::Random";
+  static constexpr int sinks = 0;
+  static constexpr int recent = 0;
+  static constexpr void check(const RandomParams&) noexcept {}
+};
+
+/// Keeps rows by lot: what a method must beat.
+///
+/// The choice is a function of seed, layer, KV head and position: the same on every machine and in every batch. At the end
+/// of a prompt, or while generating.
+///
+/// \par Ties
+/// the lower position is kept. NaN: never
+/// \par Complexity
+/// as `RandomScorer`
+/// \par Source
+/// none: a baseline, as kvpress's RandomPress, which draws anew at each call
+using Random = TopRows<RandomParams>;
+static_assert(Policy<Random>);
+
+}  // namespace kvtrim

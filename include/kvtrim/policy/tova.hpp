@@ -1,0 +1,47 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <kvtrim/policy/top_rows.hpp>
+#include <kvtrim/score/tova_params.hpp>
+
+#include <cstdint>
+#include <string_view>
+
+namespace kvtrim {
+
+/// Tova's defaults.
+template <>
+struct Method<TovaParams> {
+  static constexpr std::string_view name = "tova";
+  static constexpr std::string_view title = "kvtrim::Tova";
+  static constexpr int sinks = 0;
+  static constexpr int recent = 1;  // the token that is the last query's own
+  static constexpr void check(const TovaParams&) noexcept {}
+};
+
+/// Keeps the rows that the last query attends to, one set for all KV heads of a layer; the last row always stays.
+///
+/// At the end of a prompt, and after each decode step with that step's query.
+///
+/// \par Ties
+/// the lower position is kept. NaN: lowest
+/// \par Complexity
+/// as `TovaScorer`
+/// \par Source
+/// Oren et al., 2024, arXiv:2401.06104; differs: the last row is protected (`recent` 1), as in kvpress. The authors' code
+/// lets it compete: `tova_unprotected`
+using Tova = TopRows<TovaParams>;
+static_assert(Policy<Tova>);
+
+/// Parameters of Tova as its authors' code runs: the newest token competes with the others and may go at once.
+///
+/// \par Source
+/// Oren et al., 2024, arXiv:2401.06104, as written
+[[nodiscard]] constexpr Tova::Params tova_unprotected(std::int64_t budget) noexcept {
+  Tova::Params p;
+  p.budget = budget;
+  p.recent = 0;
+  return p;
+}
+
+}  // namespace kvtrim

@@ -1,0 +1,77 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// RoPE turns a key and leaves its length, so rotated keys and keys before RoPE score alike.
+
+#include <kvtrim/detail/row_scores.hpp>
+#include <kvtrim/score/key_norm_params.hpp>
+#include <kvtrim/score/row_local.hpp>
+#include <kvtrim/score/scorer.hpp>
+
+#include <cstdint>
+#include <span>
+
+namespace kvtrim {
+
+/// Scores a row by minus the length of its key: short keys got the most attention.
+///
+/// \par Shapes
+/// keys [live rows, head_dim]; scores [live rows], at most 0
+/// \par Ties
+/// none broken here. NaN: a key that is not finite scores NaN; a key of norm 0 scores highest
+/// \par Complexity
+/// O(live rows * head_dim) time, one read of the keys; no allocation. Row-local. The score of a row does not change by a
+/// bit with page size, page placement, batch, thread or the row's index
+/// \par Source
+/// Devoto et al., 2024, arXiv:2406.11430, as written
+class KeyNormScorer {
+ public:
+  explicit constexpr KeyNormScorer(KeyNormParams) noexcept {}
+
+  /// Working space of one call.
+  [[nodiscard]] std::size_t scratch_bytes(const PlanShape& shape) const noexcept {
+    return detail::tile_scratch_bytes(shape.head_dim);
+  }
+  /// `bad_observation` where the keys are not readable.
+  [[nodiscard]] Status check(const CacheView& view, const Observation&) const noexcept {
+    return readable(view.k.dtype) ? Status::ok : Status::bad_observation;
+  }
+
+  /// Writes the score of each live row; a hole's is 0.
+  void score(const CacheView& view,
+             SequenceId s,
+             LayerId l,
+             HeadId h,
+             const Observation& obs,
+             std::span<std::byte> scratch,
+             std::span<float> out) const noexcept {
+    score_rows(view, s, l, h, obs, 0, scratch, out);
+  }
+
+  /// The same for the rows from `first` on, as many as `out` has elements.
+  void score_rows(const CacheView& view,
+                  SequenceId s,
+                  LayerId l,
+                  HeadId h,
+                  const Observation&,
+                  std::int32_t first,
+                  std::span<std::byte> scratch,
+                  std::span<float> out) const noexcept {
+    const std::int32_t dim = view.k.head_dim;
+    Arena arena(scratch);
+    const auto tiles = detail::TileScratch::take(arena, dim);
+    KVTRIM_ASSERT(arena.ok());
+    detail::score_each_row(view, s, l, h, first, tiles, out, [&](const float* key) {
+      return -detail::norm_of(key, dim);
+    });
+  }
+};
+static_assert(RowLocalScorer<KeyNormScorer>);
+
+/// `KeyNormParams` are scored by `KeyNormScorer`.
+template <>
+struct ScorerOf<KeyNormParams> {
+  using type = KeyNormScorer;
+};
+
+}  // namespace kvtrim

@@ -1,0 +1,175 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// What a row can change in the residual stream is bounded by its attention times |W_O v|, a query head each. No product
+// of size rows x hidden is ever stored: tiles of values meet blocks of columns of W_O, transposed into the scratch.
+
+#include <kvtrim/detail/key_tile.hpp>
+#include <kvtrim/detail/rescale.hpp>
+#include <kvtrim/detail/value_view.hpp>
+#include <kvtrim/score/output_norm_params.hpp>
+#include <kvtrim/score/scorer.hpp>
+
+#include <Eigen/Core>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <span>
+
+namespace kvtrim {
+
+/// Scores a row by the sum of magnitudes of its projected value, averaged over the query heads of its KV head: the factor
+/// of `OutputNorm`, alone.
+///
+/// \par Shapes
+/// values [live rows, value_dim]; `Observation::output` [query heads, value_dim, hidden]; scores [live rows], at least 0
+/// \par Ties
+/// none broken here. NaN: a value that is not finite scores NaN; with weights that are not finite all rows do, or are inf
+/// \par Complexity
+/// O(live rows * group * value_dim * hidden) time; no allocation. The score of a row does not change by a bit with page
+/// size, page placement, batch or thread
+/// \par Source
+/// Feng et al., 2025, arXiv:2502.03805 (CriticalKV); the group's mean as kvpress
+class OutputNormFactor {
+ public:
+  constexpr OutputNormFactor() noexcept = default;
+  explicit constexpr OutputNormFactor(OutputNormFactorParams) noexcept {}
+
+  /// Working space of one call.
+  [[nodiscard]] std::size_t scratch_bytes(const PlanShape& shape) const noexcept {
+    return detail::largest_need(std::max(1, shape.value_dim), [](std::int32_t dim) {
+      Arena arena;
+      static_cast<void>(Layout::take(arena, dim));
+      return arena.bytes();
+    });
+  }
+  /// `bad_observation` without W_O, with one of another value_dim than the values', with query heads that are no multiple
+  /// of the KV heads or not those of the queries, or where the values are not readable.
+  [[nodiscard]] Status check(const CacheView& view, const Observation& obs) const noexcept {
+    const OutputProjection& w = obs.output;
+    const std::int64_t layer = static_cast<std::int64_t>(w.query_heads) * w.value_dim * w.hidden;
+    const bool fits = w && w.query_heads >= view.kv_heads && w.query_heads % view.kv_heads == 0 &&
+                      w.value_dim == view.v.head_dim && w.hidden >= 1 &&
+                      (obs.queries.data == nullptr || obs.queries.query_heads == w.query_heads) &&
+                      (view.layers == 1 || w.layer_stride == 0 || w.layer_stride >= layer);
+    return fits && readable(view.v.dtype) ? Status::ok : Status::bad_observation;
+  }
+
+  /// Writes the score of each live row; a hole's is 0.
+  void score(const CacheView& view,
+             SequenceId s,
+             LayerId l,
+             HeadId h,
+             const Observation& obs,
+             std::span<std::byte> scratch,
+             std::span<float> out) const noexcept {
+    const CacheView values = detail::value_view(view);
+    const std::int32_t dim = values.k.head_dim;
+    const std::int32_t height = detail::tile_rows(dim);
+    const std::int32_t group = obs.output.query_heads / view.kv_heads;
+    const std::int32_t hole = view.state(s, l, h).append_row;
+    std::fill(out.begin(), out.end(), 0.0F);
+    Arena arena(scratch);
+    const Layout mem = Layout::take(arena, dim);
+    KVTRIM_ASSERT(arena.ok());
+    Eigen::Map<Eigen::ArrayXd> sums(mem.sums.data(), height);
+    detail::for_each_key_tile(
+        values, s, l, h, mem.tiles, [&](std::int32_t first, std::int32_t count) {
+          sums.setZero();
+          for (std::int32_t g = 0; g < group; ++g) {
+            add_magnitudes(obs.output.of(l, raw(h) * group + g), dim, obs.output.hidden, mem);
+          }
+          for (std::int32_t t = 0; t < count; ++t) {
+            const std::int32_t i = first + t;
+            out[static_cast<std::size_t>(i + (hole >= 0 && i >= hole ? 1 : 0))] =
+                mem.tiles.bad[static_cast<std::size_t>(t)] != 0
+                    ? std::numeric_limits<float>::quiet_NaN()
+                    : static_cast<float>(sums[t] / group);
+          }
+        });
+  }
+
+ private:
+  static constexpr std::int32_t block = detail::query_block;
+
+  struct Layout {
+    detail::TileScratch tiles;
+    std::span<float> weights;     // [block, value_dim] columns of W_O
+    std::span<float> projected;   // [block, tile_rows]
+    std::span<float> magnitudes;  // [tile_rows] of one block
+    std::span<double> sums;       // [tile_rows]
+    static Layout take(Arena& arena, std::int32_t dim) noexcept {
+      const std::int64_t rows = detail::tile_rows(dim);
+      Layout m;
+      m.tiles = detail::TileScratch::take(arena, dim);
+      m.weights = arena.take<float>(static_cast<std::int64_t>(block) * dim);
+      m.projected = arena.take<float>(block * rows);
+      m.magnitudes = arena.take<float>(rows);
+      m.sums = arena.take<double>(rows);
+      return m;
+    }
+  };
+
+  // sums += magnitudes of the tile's rows times `w`, [dim, hidden].
+  static void add_magnitudes(const float* w,
+                             std::int32_t dim,
+                             std::int32_t hidden,
+                             const Layout& mem) noexcept {
+    const std::int32_t height = detail::tile_rows(dim);
+    Eigen::Map<Eigen::ArrayXf> magnitudes(mem.magnitudes.data(), height);
+    for (std::int32_t first = 0; first < hidden; first += block) {
+      const std::int32_t columns = std::min(block, hidden - first);
+      const std::int32_t padded = detail::padded_queries(columns);
+      for (std::int32_t c = 0; c < padded; ++c) {
+        for (std::int32_t d = 0; d < dim; ++d) {
+          mem.weights[static_cast<std::size_t>(c * dim + d)] =
+              c < columns ? w[static_cast<std::int64_t>(d) * hidden + first + c] : 0.0F;
+        }
+      }
+      detail::multiply(mem.tiles, dim, mem.weights.data(), padded, mem.projected.data());
+      magnitudes.setZero();
+      for (std::int32_t c = 0; c < columns; ++c) {
+        magnitudes += Eigen::Map<const Eigen::ArrayXf>(
+                          mem.projected.data() + static_cast<std::ptrdiff_t>(c) * height, height)
+                          .abs();
+      }
+      Eigen::Map<Eigen::ArrayXd>(mem.sums.data(), height) += magnitudes.cast<double>();
+    }
+  }
+};
+static_assert(Scorer<OutputNormFactor>);
+
+/// `OutputNormFactorParams` are scored by `OutputNormFactor`.
+template <>
+struct ScorerOf<OutputNormFactorParams> {
+  using type = OutputNormFactor;
+};
+
+/// Scores a row by (its score + epsilon) * `OutputNormFactor`.
+///
+/// \tparam Scores  parameters that `ScorerOf` maps to a scorer, or a scorer; its scores are meant to be at least 0
+/// \par Shapes
+/// as `OutputNormFactor`
+/// \par Ties
+/// none broken here. NaN: where the score is, and where the factor is
+/// \par Complexity
+/// the scorer's and the factor's; no allocation
+/// \par Source
+/// Feng et al., 2025, arXiv:2502.03805 (CriticalKV), its second stage; as a decorator: own
+template <class Scores>
+class OutputNormScorer : public detail::RescaledScorer<Scores, OutputNormFactor> {
+ public:
+  explicit constexpr OutputNormScorer(const OutputNorm<Scores>& params) noexcept
+      : detail::RescaledScorer<Scores, OutputNormFactor>(params.scores, params.epsilon) {}
+};
+static_assert(Scorer<OutputNormScorer<detail::ScorerArchetype>>);
+
+/// `OutputNorm<Scores>` are scored by `OutputNormScorer<Scores>`.
+template <class Scores>
+struct ScorerOf<OutputNorm<Scores>> {
+  using type = OutputNormScorer<Scores>;
+};
+
+}  // namespace kvtrim

@@ -1,0 +1,118 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// Row r must be the same token in all heads of the layer. It is, as long as no policy with a set for each head has cut
+// the sequence; that is checked, not assumed.
+
+#include <kvtrim/core/order_key.hpp>
+#include <kvtrim/score/per_layer_params.hpp>
+#include <kvtrim/score/scorer.hpp>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <span>
+
+namespace kvtrim {
+
+/// Scores a row by the mean (sum, maximum) of what the KV heads of its layer give it.
+///
+/// \tparam Scores  parameters that `ScorerOf` maps to a scorer, or a scorer
+/// \par Shapes
+/// scores [live rows], the same whichever KV head is asked for
+/// \par Ties
+/// none broken here. NaN: a row that is NaN in one head is NaN
+/// \par Complexity
+/// KV heads times the scorer's; no allocation
+/// \par Source
+/// Oren et al., 2024, arXiv:2401.06104 (TOVA), which averages over all heads; as a decorator: own
+template <class Scores>
+class PerLayerScorer {
+ public:
+  using Inner = typename ScorerOf<Scores>::type;
+  static constexpr bool common_to_layer = true;
+
+  explicit constexpr PerLayerScorer(const PerLayer<Scores>& params) noexcept
+      : inner_(params.scores), heads_(params.heads) {}
+
+  /// Working space of one call.
+  [[nodiscard]] std::size_t scratch_bytes(const PlanShape& shape) const noexcept {
+    Arena arena;
+    static_cast<void>(arena.take<float>(shape.max_rows));
+    return arena.bytes() + inner_.scratch_bytes(shape);
+  }
+  /// `bad_observation` where the scorer says so, or where the KV heads of a layer hold different tokens.
+  [[nodiscard]] Status check(const CacheView& view, const Observation& obs) const noexcept {
+    if (const Status status = inner_.check(view, obs); status != Status::ok) { return status; }
+    for (std::int32_t s = 0; s < view.sequences; ++s) {
+      for (std::int32_t l = 0; l < view.layers; ++l) {
+        for (std::int32_t h = 1; h < view.kv_heads; ++h) {
+          if (!same_rows(view, SequenceId{s}, LayerId{l}, HeadId{h})) {
+            return Status::bad_observation;
+          }
+        }
+      }
+    }
+    return Status::ok;
+  }
+
+  /// Writes the score of each live row of the layer; a hole's is 0.
+  void score(const CacheView& view,
+             SequenceId s,
+             LayerId l,
+             HeadId,
+             const Observation& obs,
+             std::span<std::byte> scratch,
+             std::span<float> out) const noexcept {
+    Arena arena(scratch);
+    const auto one = arena.take<float>(static_cast<std::int64_t>(out.size()));
+    const auto rest = arena.take<std::byte>(
+        static_cast<std::int64_t>(scratch.size() - std::min(scratch.size(), arena.bytes())));
+    KVTRIM_ASSERT(arena.ok());
+    inner_.score(view, s, l, HeadId{0}, obs, rest, out);
+    for (std::int32_t h = 1; h < view.kv_heads; ++h) {
+      inner_.score(view, s, l, HeadId{h}, obs, rest, one);
+      for (std::size_t r = 0; r < out.size(); ++r) { out[r] = joined(out[r], one[r]); }
+    }
+    if (heads_ == Reduction::mean) {
+      for (float& x : out) { x /= static_cast<float>(view.kv_heads); }
+    }
+  }
+
+ private:
+  [[nodiscard]] float joined(float a, float b) const noexcept {
+    if (heads_ != Reduction::max) { return a + b; }
+    if (is_nan(a) || is_nan(b)) { return std::numeric_limits<float>::quiet_NaN(); }
+    return std::max(a, b);
+  }
+
+  // Whether head `h` holds the tokens of head 0, in the same rows.
+  static bool same_rows(const CacheView& view, SequenceId s, LayerId l, HeadId h) noexcept {
+    constexpr HeadId head0{0};
+    const std::int32_t live = view.live_rows(s, l, head0);
+    const std::int32_t hole = view.state(s, l, head0).append_row;
+    if (view.live_rows(s, l, h) != live || view.state(s, l, h).append_row != hole) { return false; }
+    if (!view.positions || view.positions.head_stride == 0) { return true; }
+    const std::int32_t extent = live + (hole >= 0 ? 1 : 0);
+    // A length beyond the table is for the plan to refuse; nothing may be read by it.
+    const std::int64_t room =
+        static_cast<std::int64_t>(view.table.capacity(s, l, h)) * view.page_size;
+    for (std::int32_t r = 0; r < std::min<std::int64_t>(extent, room); ++r) {
+      if (r != hole && view.position(s, l, h, r) != view.position(s, l, head0, r)) { return false; }
+    }
+    return true;
+  }
+
+  Inner inner_;
+  Reduction heads_;
+};
+static_assert(LayerScorer<PerLayerScorer<detail::ScorerArchetype>>);
+
+/// `PerLayer<Scores>` are scored by `PerLayerScorer<Scores>`.
+template <class Scores>
+struct ScorerOf<PerLayer<Scores>> {
+  using type = PerLayerScorer<Scores>;
+};
+
+}  // namespace kvtrim

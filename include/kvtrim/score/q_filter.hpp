@@ -1,0 +1,101 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// The queries of a head lean to one side of the space. Which side is known before any prompt: a filter, one vector a KV
+// head, from a calibration set (the authors publish some, by model).
+
+#include <kvtrim/detail/row_scores.hpp>
+#include <kvtrim/score/q_filter_params.hpp>
+#include <kvtrim/score/row_local.hpp>
+#include <kvtrim/score/scorer.hpp>
+
+#include <Eigen/Core>
+
+#include <algorithm>
+#include <cstdint>
+#include <span>
+
+namespace kvtrim {
+
+/// Scores a row by minus the projection of its key on the filter of its KV head, `Observation::filters`.
+///
+/// \par Shapes
+/// keys [live rows, head_dim]; filters [layers, KV heads, head_dim], fp32; scores [live rows]
+/// \par Ties
+/// none broken here. NaN: a key that is not finite scores NaN; with a filter that is not finite all rows of its head do
+/// \par Complexity
+/// O(live rows * head_dim) time, one read of the keys; no allocation. Row-local. The score of a row does not change by a
+/// bit with page size, page placement, batch, thread or the row's index
+/// \par Source
+/// Godey et al., 2025, arXiv:2503.02812, with the sign of the published filters (kvpress's QFilterPress)
+class QFilterScorer {
+ public:
+  explicit constexpr QFilterScorer(QFilterParams) noexcept {}
+
+  /// Working space of one call.
+  [[nodiscard]] std::size_t scratch_bytes(const PlanShape& shape) const noexcept {
+    return detail::largest_need(std::max(1, shape.head_dim), [](std::int32_t dim) {
+      Arena arena;
+      static_cast<void>(Layout::take(arena, dim));
+      return arena.bytes();
+    });
+  }
+  /// `bad_observation` without filters, with filters of another dim than the keys', or where the keys are not readable.
+  [[nodiscard]] Status check(const CacheView& view, const Observation& obs) const noexcept {
+    const bool fits = obs.filters && obs.filters.dim == view.k.head_dim;
+    return fits && readable(view.k.dtype) ? Status::ok : Status::bad_observation;
+  }
+
+  /// Writes the score of each live row; a hole's is 0.
+  void score(const CacheView& view,
+             SequenceId s,
+             LayerId l,
+             HeadId h,
+             const Observation& obs,
+             std::span<std::byte> scratch,
+             std::span<float> out) const noexcept {
+    score_rows(view, s, l, h, obs, 0, scratch, out);
+  }
+
+  /// The same for the rows from `first` on, as many as `out` has elements.
+  void score_rows(const CacheView& view,
+                  SequenceId s,
+                  LayerId l,
+                  HeadId h,
+                  const Observation& obs,
+                  std::int32_t first,
+                  std::span<std::byte> scratch,
+                  std::span<float> out) const noexcept {
+    const std::int32_t dim = view.k.head_dim;
+    Arena arena(scratch);
+    const Layout mem = Layout::take(arena, dim);
+    KVTRIM_ASSERT(arena.ok());
+    Eigen::Map<Eigen::ArrayXd> filter(mem.filter.data(), dim);
+    filter = Eigen::Map<const Eigen::ArrayXf>(obs.filters.of(l, h), dim).cast<double>();
+    detail::score_each_row(view, s, l, h, first, mem.tiles, out, [&](const float* row) {
+      const Eigen::Map<const Eigen::ArrayXf> key(row, dim);
+      return -static_cast<float>((key.cast<double>() * filter).sum());
+    });
+  }
+
+ private:
+  struct Layout {
+    detail::TileScratch tiles;
+    std::span<double> filter;  // [head_dim]
+    static Layout take(Arena& arena, std::int32_t dim) noexcept {
+      Layout m;
+      m.tiles = detail::TileScratch::take(arena, dim);
+      m.filter = arena.take<double>(dim);
+      return m;
+    }
+  };
+};
+static_assert(RowLocalScorer<QFilterScorer>);
+
+/// `QFilterParams` are scored by `QFilterScorer`.
+template <>
+struct ScorerOf<QFilterParams> {
+  using type = QFilterScorer;
+};
+
+}  // namespace kvtrim

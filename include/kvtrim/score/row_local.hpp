@@ -1,0 +1,129 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// While a sequence grows, a score that depends on its own row alone is computed once, in the step that appends the row,
+// and then moves with it. Not all scores are like that, and no trick makes them so: KeyDiff's mean key, a softmax's
+// denominator (SnapKV, TOVA) and ExpectedAttention's future positions change with every row, so they are made anew.
+
+#include <kvtrim/evict/plan_shape.hpp>
+#include <kvtrim/score/scorer.hpp>
+
+#include <algorithm>
+#include <concepts>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+namespace kvtrim {
+
+/// A scorer whose score of a row depends on that row alone.
+///
+/// | expression                                                | returns | meaning                                       |
+/// |-----------------------------------------------------------|---------|-----------------------------------------------|
+/// | `s.score_rows(view, seq, l, h, obs, first, scratch, out)` | `void`  | `out[i]` for row first + i, if it is live     |
+///
+/// `noexcept`. Semantics the compiler cannot check: the result for a row is that of `score` bit for bit, whatever `first`
+/// and the row's index are.
+template <class S>
+concept RowLocalScorer = Scorer<S> && requires(const S& s,
+                                               const CacheView& view,
+                                               SequenceId seq,
+                                               LayerId l,
+                                               HeadId h,
+                                               const Observation& obs,
+                                               std::int32_t first,
+                                               std::span<std::byte> scratch,
+                                               std::span<float> out) {
+  { s.score_rows(view, seq, l, h, obs, first, scratch, out) } noexcept -> std::same_as<void>;
+};
+
+namespace detail {
+template <class Scores>
+using RowLocalScorerOf = typename ScorerOf<Scores>::type;
+}  // namespace detail
+
+/// Working space of `score_new_rows` for up to `rows` new rows.
+///
+/// \par Source
+/// none
+template <class Scores>
+  requires RowLocalScorer<detail::RowLocalScorerOf<Scores>>
+[[nodiscard]] std::size_t score_new_rows_bytes(const Scores& scores,
+                                               const PlanShape& shape,
+                                               std::int32_t rows) noexcept {
+  Arena arena;
+  static_cast<void>(arena.take<float>(std::min(rows, shape.max_rows)));
+  return arena.bytes() + detail::RowLocalScorerOf<Scores>(scores).scratch_bytes(shape);
+}
+
+/// Scores the newest `rows` rows of a sequence, in all layers and KV heads, into a plane that moves with the rows:
+/// `view.score_sums` (`PagedCache::Params::scores`) or one of `view.more_planes`. Call it in each step that appended rows,
+/// before rows are evicted; then plan with that plane as `Observation::scores`.
+///
+/// Equals scoring all rows anew, bit for bit, however many rows came and went, as long as their keys and values stay what
+/// they were: with keys that are rotated again (`PositionMode::in_cache` and its kin) scores are those of the row when it
+/// was appended.
+///
+/// \param scores   of a row-local scorer, such as `KeyNormParams`
+/// \param rows     rows appended since the last call; more than are live: all
+/// \param plane    fp32
+/// \param scratch  [score_new_rows_bytes(scores, plan_shape(view, obs), rows)]
+/// \returns `ok`; `bad_observation` (also without a plane) or `workspace_too_small`: nothing was written
+/// \par Ties
+/// none broken here. NaN: as the scorer
+/// \par Complexity
+/// the scorer's for the new rows; O(live rows) looks at positions in the step after a slot was overwritten, where the
+/// first new row is not behind the others; no allocation
+/// \par Source
+/// none
+template <class Scores>
+  requires RowLocalScorer<detail::RowLocalScorerOf<Scores>>
+Status score_new_rows(const Scores& scores,
+                      const CacheView& view,
+                      SequenceId s,
+                      std::int32_t rows,
+                      const Observation& obs,
+                      const SequencePlane& plane,
+                      std::span<std::byte> scratch) noexcept {
+  const detail::RowLocalScorerOf<Scores> scorer(scores);
+  if (!plane || plane.element_bytes != 4) { return Status::bad_observation; }
+  if (const Status status = scorer.check(view, obs); status != Status::ok) { return status; }
+  const PlanShape shape = plan_shape(view, obs);
+  if (scratch.size() < score_new_rows_bytes(scores, shape, rows)) {
+    return Status::workspace_too_small;
+  }
+  Arena arena(scratch);
+  const auto out = arena.take<float>(std::min(rows, shape.max_rows));
+  const auto rest = arena.take<std::byte>(
+      static_cast<std::int64_t>(scratch.size() - std::min(scratch.size(), arena.bytes())));
+  KVTRIM_ASSERT(arena.ok());
+  for (std::int32_t i = 0; i < view.layers * view.kv_heads; ++i) {
+    const LayerId l{i / view.kv_heads};
+    const HeadId h{i % view.kv_heads};
+    const SequenceState state = view.state(s, l, h);
+    const std::int32_t live = view.live_rows(s, l, h);
+    const auto write = [&](std::int32_t first, std::int32_t count) {
+      const auto some = out.first(static_cast<std::size_t>(count));
+      scorer.score_rows(view, s, l, h, obs, first, rest, some);
+      for (std::int32_t r = 0; r < count; ++r) {
+        plane.at<float>(s, l, h, first + r) = some[static_cast<std::size_t>(r)];
+      }
+    };
+    const std::int32_t count = std::min(rows, live);
+    const std::int32_t first = live - count;
+    if (count < 1) { continue; }
+    const Position oldest{state.next_position - rows};
+    if (first == 0 || view.position(s, l, h, first) >= oldest) {
+      write(first, count);
+      continue;
+    }
+    // The first of the new rows fills a hole.
+    write(first + 1, count - 1);
+    for (std::int32_t r = 0; r <= first; ++r) {
+      if (view.position(s, l, h, r) >= oldest) { write(r, 1); }
+    }
+  }
+  return Status::ok;
+}
+
+}  // namespace kvtrim

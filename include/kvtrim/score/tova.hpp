@@ -1,0 +1,39 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// A window of one query whose own column is scored too, averaged over all heads of the layer. Every new query changes
+// every score: there is nothing to carry from step to step.
+
+#include <kvtrim/score/per_layer.hpp>
+#include <kvtrim/score/scorer.hpp>
+#include <kvtrim/score/tova_params.hpp>
+#include <kvtrim/score/window.hpp>
+
+namespace kvtrim {
+
+/// Scores a row by the attention that the last query pays to it, the mean over all query heads of the layer.
+///
+/// \par Shapes
+/// queries [query heads, at least 1 row, head_dim], fp32: the last one votes; scores [live rows], one set a layer
+/// \par Ties
+/// none broken here. NaN: a row whose key is not finite in one head scores NaN; where the queries of a whole group have no
+/// vote (`WindowScorer`) all rows do
+/// \par Complexity
+/// O(query heads * live rows * head_dim) time; no allocation. The score of a row does not change by a bit with page size,
+/// page placement, batch or thread
+/// \par Source
+/// Oren et al., 2024, arXiv:2401.06104 (TOVA), as written
+class TovaScorer : public PerLayerScorer<WindowParams> {
+ public:
+  explicit constexpr TovaScorer(TovaParams) noexcept
+      : PerLayerScorer<WindowParams>({.scores = {.window = 1, .kernel = 1, .own_columns = true}}) {}
+};
+static_assert(LayerScorer<TovaScorer>);
+
+/// `TovaParams` are scored by `TovaScorer`.
+template <>
+struct ScorerOf<TovaParams> {
+  using type = TovaScorer;
+};
+
+}  // namespace kvtrim

@@ -1,0 +1,100 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// Attention says how much of a value is taken, the value's length how much there is to take.
+
+#include <kvtrim/detail/rescale.hpp>
+#include <kvtrim/detail/row_scores.hpp>
+#include <kvtrim/detail/value_view.hpp>
+#include <kvtrim/score/row_local.hpp>
+#include <kvtrim/score/scorer.hpp>
+#include <kvtrim/score/value_norm_params.hpp>
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+namespace kvtrim {
+
+/// Scores a row by the length of its value: the factor of `ValueNorm`.
+///
+/// \par Shapes
+/// values [live rows, value_dim]; scores [live rows], at least 0
+/// \par Ties
+/// none broken here. NaN: a value that is not finite scores NaN
+/// \par Complexity
+/// O(live rows * value_dim) time, one read of the values; no allocation. Row-local
+/// \par Source
+/// Devoto et al., 2025, arXiv:2510.00636
+class ValueNormFactor {
+ public:
+  /// Working space of one call.
+  [[nodiscard]] std::size_t scratch_bytes(const PlanShape& shape) const noexcept {
+    return detail::tile_scratch_bytes(shape.value_dim);
+  }
+  /// `bad_observation` where the values are not readable.
+  [[nodiscard]] Status check(const CacheView& view, const Observation&) const noexcept {
+    return readable(view.v.dtype) ? Status::ok : Status::bad_observation;
+  }
+
+  /// Writes the score of each live row; a hole's is 0.
+  void score(const CacheView& view,
+             SequenceId s,
+             LayerId l,
+             HeadId h,
+             const Observation& obs,
+             std::span<std::byte> scratch,
+             std::span<float> out) const noexcept {
+    score_rows(view, s, l, h, obs, 0, scratch, out);
+  }
+
+  /// The same for the rows from `first` on, as many as `out` has elements.
+  void score_rows(const CacheView& view,
+                  SequenceId s,
+                  LayerId l,
+                  HeadId h,
+                  const Observation&,
+                  std::int32_t first,
+                  std::span<std::byte> scratch,
+                  std::span<float> out) const noexcept {
+    const CacheView values = detail::value_view(view);
+    const std::int32_t dim = values.k.head_dim;
+    Arena arena(scratch);
+    const auto tiles = detail::TileScratch::take(arena, dim);
+    KVTRIM_ASSERT(arena.ok());
+    detail::score_each_row(values, s, l, h, first, tiles, out, [&](const float* value) {
+      return detail::norm_of(value, dim);
+    });
+  }
+};
+static_assert(RowLocalScorer<ValueNormFactor>);
+
+/// Scores a row by (its score + epsilon) * the length of its value. Row-local where the scorer is.
+///
+/// Meant for scores of at least 0, as attention gives them: of two negative scores (KeyNorm's, half of KeyDiff's) the
+/// longer value makes the lower.
+///
+/// \tparam Scores  parameters that `ScorerOf` maps to a scorer, or a scorer
+/// \par Shapes
+/// values [live rows, value_dim]; scores [live rows]
+/// \par Ties
+/// none broken here. NaN: where the score is, and where the value is not finite
+/// \par Complexity
+/// the scorer's, and O(live rows * value_dim); no allocation
+/// \par Source
+/// Devoto et al., 2025, arXiv:2510.00636; as a decorator: own
+template <class Scores>
+class ValueNormScorer : public detail::RescaledScorer<Scores, ValueNormFactor> {
+ public:
+  explicit constexpr ValueNormScorer(const ValueNorm<Scores>& params) noexcept
+      : detail::RescaledScorer<Scores, ValueNormFactor>(params.scores, params.epsilon) {}
+};
+static_assert(Scorer<ValueNormScorer<detail::ScorerArchetype>>);
+
+/// `ValueNorm<Scores>` are scored by `ValueNormScorer<Scores>`.
+template <class Scores>
+struct ScorerOf<ValueNorm<Scores>> {
+  using type = ValueNormScorer<Scores>;
+};
+
+}  // namespace kvtrim

@@ -1,0 +1,140 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <kvtrim/policy/decorators.hpp>
+
+#include <kvtrim/policy/key_diff.hpp>
+#include <kvtrim/policy/key_norm.hpp>
+#include <kvtrim/policy/page_selector.hpp>
+#include <kvtrim/policy/random.hpp>
+#include <kvtrim/policy/tova.hpp>
+#include <kvtrim/score/key_diff.hpp>
+#include <kvtrim/score/output_norm.hpp>
+#include <kvtrim/score/page_accumulate.hpp>
+#include <kvtrim/score/per_layer.hpp>
+#include <kvtrim/score/random.hpp>
+#include <kvtrim/score/value_norm.hpp>
+
+#include "catch.hpp"
+#include "support/by_score.hpp"
+#include "support/method_world.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <stdexcept>
+#include <vector>
+
+using namespace kvtrim;
+using Catch::Matchers::ContainsSubstring;
+using test::MethodWorld;
+
+namespace {
+
+template <class Scores>
+std::vector<float> scores_of(const Scores& scores,
+                             MethodWorld& world,
+                             std::int32_t l,
+                             std::int32_t h) {
+  const typename ScorerOf<Scores>::type scorer(scores);
+  const CacheView view = world.view();
+  const Observation obs = world.observation();
+  REQUIRE(scorer.check(view, obs) == Status::ok);
+  std::vector<std::byte> scratch(scorer.scratch_bytes(plan_shape(view, obs)));
+  std::vector<float> out(
+      static_cast<std::size_t>(view.live_rows(SequenceId{0}, LayerId{l}, HeadId{h})));
+  scorer.score(view, SequenceId{0}, LayerId{l}, HeadId{h}, obs, scratch, out);
+  return out;
+}
+
+}  // namespace
+
+TEST_CASE("decorators: names say what is decorated, defaults are the method's", "[decorators]") {
+  STATIC_REQUIRE(TopRows<PerLayer<KeyDiffParams>>::name == "per_layer_keydiff");
+  STATIC_REQUIRE(TopRows<ValueNorm<KeyNormParams>>::name == "value_norm_knorm");
+  STATIC_REQUIRE(TopRows<OutputNorm<PerLayer<RandomParams>>>::name ==
+                 "output_norm_per_layer_random");
+  STATIC_REQUIRE(TopRows<ValueNorm<TovaParams>>().params().recent == 1);
+  STATIC_REQUIRE(Method<PerLayer<KeyDiffParams>>::title == "kvtrim::PerLayer of kvtrim::KeyDiff");
+}
+
+TEST_CASE("decorators: an epsilon out of range is named", "[decorators][edge]") {
+  using Value = TopRows<ValueNorm<RandomParams>>;
+  using Output = TopRows<OutputNorm<RandomParams>>;
+  CHECK_NOTHROW(Value({.scores = {.epsilon = 0}}));
+  CHECK_NOTHROW(Value({.scores = {.epsilon = 2}}));
+  CHECK_THROWS_WITH(Value({.scores = {.epsilon = -0.5F}}),
+                    ContainsSubstring("kvtrim::ValueNorm of kvtrim::Random: epsilon -0.5"));
+  CHECK_THROWS_WITH(Output({.scores = {.epsilon = -1}}), ContainsSubstring("epsilon -1"));
+  CHECK_THROWS_AS(Output({.scores = {.epsilon = std::nanf("")}}), std::invalid_argument);
+  CHECK_THROWS_AS(Output({.scores = {.epsilon = std::numeric_limits<float>::infinity()}}),
+                  std::invalid_argument);
+  CHECK_THROWS_WITH(Value({.budget = 3, .sinks = 2, .recent = 2}),
+                    ContainsSubstring("kvtrim::ValueNorm of kvtrim::Random: budget 3"));
+}
+
+TEST_CASE("decorators: TopRows<PerLayer<...>> keeps the best of the layer's mean in all heads",
+          "[decorators]") {
+  MethodWorld world({});
+  REQUIRE(world.append(0, 40) == Status::ok);
+  std::vector<std::vector<std::int32_t>> expected;
+  for (std::int32_t l = 0; l < 2; ++l) {
+    auto mean = scores_of(KeyDiffParams{}, world, l, 0);
+    const auto other = scores_of(KeyDiffParams{}, world, l, 1);
+    for (std::size_t r = 0; r < 40; ++r) { mean[r] = (mean[r] + other[r]) / 2; }
+    for (std::int32_t h = 0; h < 2; ++h) { expected.push_back(test::best(mean, 13)); }
+  }
+  const TopRows<PerLayer<KeyDiffParams>> policy({.budget = 13});
+  REQUIRE(world.evict(policy, world.observation()).status == Status::ok);
+  CHECK(world.kept(0) == expected);
+}
+
+TEST_CASE("decorators: PageSelector<ValueNorm<...>> keeps the pages of the rescaled scores",
+          "[decorators][pages]") {
+  for (const TableScope scope : {TableScope::head, TableScope::layer}) {
+    MethodWorld world({.scope = scope});
+    REQUIRE(world.append(0, 40) == Status::ok);
+    using Pages = PageSelector<ValueNorm<KeyDiffParams>>;
+    Pages::Params p;
+    p.scores.epsilon = 1;  // cosines are at least -1
+    p.pages.norm = HeadNorm::none;
+    p.pages.heads = Reduction::max;
+    p.budget = 16;
+    p.sinks = 0;
+    p.window = 0;
+    std::vector<std::vector<std::int32_t>> expected;
+    for (std::int32_t l = 0; l < 2; ++l) {
+      std::vector<std::vector<float>> heads;
+      for (std::int32_t h = 0; h < 2; ++h) {
+        const auto scores = scores_of(ValueNorm<KeyDiffParams>{{}, 1.0F}, world, l, h);
+        auto& pages = heads.emplace_back(10, 0.0F);
+        for (std::size_t r = 0; r < 40; ++r) { pages[r / 4] = std::max(pages[r / 4], scores[r]); }
+      }
+      if (scope == TableScope::layer) {
+        for (std::size_t i = 0; i < 10; ++i) {
+          heads[0][i] = heads[1][i] = std::max(heads[0][i], heads[1][i]);
+        }
+      }
+      for (const auto& pages : heads) {
+        auto& rows = expected.emplace_back();
+        for (const std::int32_t page : test::best(pages, 4)) {
+          for (std::int32_t i = 0; i < 4; ++i) { rows.push_back(4 * page + i); }
+        }
+      }
+    }
+    const Pages policy(p);
+    REQUIRE(world.evict(policy, world.observation()).bytes_moved == 0);
+    CHECK(world.kept(0) == expected);
+    CHECK(world.rows_belong_to_their_positions());
+  }
+}
+
+TEST_CASE("decorators: what a decorator needs and does not get is a bad observation",
+          "[decorators][edge]") {
+  MethodWorld world({});
+  REQUIRE(world.append(0, 40) == Status::ok);
+  const TopRows<OutputNorm<KeyDiffParams>> policy({.budget = 13});
+  CHECK(world.evict(policy, {}).status == Status::bad_observation);
+  CHECK(world.kept(0)[0].size() == 40);
+  CHECK(world.evict(policy, world.observation()).status == Status::ok);
+}

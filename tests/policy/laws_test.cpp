@@ -1,0 +1,551 @@
+// SPDX-License-Identifier: Apache-2.0
+// What every policy must obey with the scores that it makes itself. A new policy adds one word to `KVTRIM_POLICIES`; one
+// that is no `TopRows` says in an `Entry` how it is made. (policy_test.cpp: the same of selection, with given scores.)
+#include <kvtrim/policy/ada_kv.hpp>
+#include <kvtrim/policy/chunk_kv.hpp>
+#include <kvtrim/policy/critical_kv.hpp>
+#include <kvtrim/policy/cur_kv.hpp>
+#include <kvtrim/policy/decorators.hpp>
+#include <kvtrim/policy/expected_attention.hpp>
+#include <kvtrim/policy/external.hpp>
+#include <kvtrim/policy/full.hpp>
+#include <kvtrim/policy/heavy_hitter.hpp>
+#include <kvtrim/policy/key_diff.hpp>
+#include <kvtrim/policy/key_norm.hpp>
+#include <kvtrim/policy/lag_kv.hpp>
+#include <kvtrim/policy/page_selector.hpp>
+#include <kvtrim/policy/pyramid_kv.hpp>
+#include <kvtrim/policy/q_filter.hpp>
+#include <kvtrim/policy/random.hpp>
+#include <kvtrim/policy/snapkv_selector.hpp>
+#include <kvtrim/policy/streaming_sink.hpp>
+#include <kvtrim/policy/tova.hpp>
+#include <kvtrim/score/accumulate.hpp>
+#include <kvtrim/score/chunked.hpp>
+#include <kvtrim/score/cur.hpp>
+#include <kvtrim/score/expected_attention.hpp>
+#include <kvtrim/score/external.hpp>
+#include <kvtrim/score/key_diff.hpp>
+#include <kvtrim/score/key_norm.hpp>
+#include <kvtrim/score/lag_kv.hpp>
+#include <kvtrim/score/output_norm.hpp>
+#include <kvtrim/score/per_layer.hpp>
+#include <kvtrim/score/q_filter.hpp>
+#include <kvtrim/score/random.hpp>
+#include <kvtrim/score/tova.hpp>
+#include <kvtrim/score/value_norm.hpp>
+#include <kvtrim/score/window.hpp>
+
+#include "catch.hpp"
+#include "support/method_world.hpp"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <set>
+#include <string_view>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+using namespace kvtrim;
+using test::Keys;
+using test::Layout;
+using test::MethodSetup;
+using test::MethodWorld;
+
+// clang-format off
+#define KVTRIM_POLICIES                                                                           \
+  Full, StreamingSink, HeavyHitter, SnapKVSelector, PageSelector<>, External, KeyDiff, KeyNorm,   \
+  QFilter, Random, Tova, ExpectedAttention, CurKV, LagKV, ChunkKV<>, ChunkKV<KeyDiffParams>,      \
+  PyramidKV, AdaKV<SnapKVSelector>, AdaKV<KeyNorm>, CriticalKV<SnapKVSelector>,                   \
+  CriticalKV<AdaKV<KeyNorm>>, TopRows<PerLayer<KeyDiffParams>>,                                   \
+  TopRows<ValueNorm<KeyDiffParams>>, TopRows<OutputNorm<RandomParams>>,                           \
+  PageSelector<ValueNorm<KeyDiffParams>>, PageSelector<TovaParams>
+// clang-format on
+
+namespace {
+
+// How a policy is made: `budget` rows stay (of a head, on average), of which some at either end are protected.
+template <class P>
+struct Entry;
+
+// What a policy is like unless its entry says otherwise.
+struct Usual {
+  static constexpr TableScope scope = TableScope::group;  // tables that it needs
+  static constexpr bool given_scores = false;             // needs Observation::scores
+  static constexpr bool whole_pages = false;              // what stays depends on the page size
+  static constexpr bool by_row =
+      true;  // a row whose key and value are NaN goes first, and it alone
+};
+
+template <class Scores>
+struct Entry<TopRows<Scores>> : Usual {
+  static constexpr bool by_row = !std::is_same_v<Scores, RandomParams>;
+  static TopRows<Scores> make(std::int32_t budget) {
+    typename TopRows<Scores>::Params p;
+    p.budget = budget;
+    p.sinks = 2;
+    p.recent = 3;
+    return TopRows<Scores>(p);
+  }
+};
+template <>
+struct Entry<ExpectedAttention> : Usual {
+  static ExpectedAttention make(std::int32_t budget) {
+    static constexpr std::array<double, 4> frequencies{1, 0.25, 0.0625, 0.015625};
+    ExpectedAttention::Params p;
+    p.budget = budget;
+    p.scores.future = 20;
+    p.scores.rope = {.inverse_frequencies = frequencies, .dim = 8, .same_for_all_layers = true};
+    return ExpectedAttention(p);
+  }
+};
+template <>
+struct Entry<LagKV> : Usual {
+  static constexpr bool by_row = false;  // the rows behind it are scored by it
+  static LagKV make(std::int32_t budget) { return LagKV({.budget = budget, .sinks = 2, .lag = 4}); }
+};
+template <class Scores>
+struct Entry<ChunkKV<Scores>> : Usual {
+  static constexpr bool by_row = false;  // its chunk goes with it
+  static ChunkKV<Scores> make(std::int32_t budget) {
+    typename ChunkKV<Scores>::Params p;
+    p.budget = budget;
+    p.chunk = 3;
+    p.sinks = 2;
+    p.recent = 2;
+    if constexpr (std::is_same_v<Scores, WindowParams>) { p.scores = {.window = 2, .kernel = 1}; }
+    return ChunkKV<Scores>(p);
+  }
+};
+template <>
+struct Entry<PyramidKV> : Usual {
+  static constexpr TableScope scope = TableScope::layer;
+  static PyramidKV make(std::int32_t budget) {
+    return PyramidKV({.snapkv = {.window = 4, .budget = budget, .kernel = 1}});
+  }
+};
+template <class Inner>
+struct Entry<AdaKV<Inner>> : Usual {
+  static constexpr TableScope scope = TableScope::head;
+  static AdaKV<Inner> make(std::int32_t budget) {
+    return AdaKV<Inner>({.inner = Entry<Inner>::make(budget).params()});
+  }
+};
+template <class Inner>
+struct Entry<CriticalKV<Inner>> : Entry<Inner> {
+  static CriticalKV<Inner> make(std::int32_t budget) {
+    return CriticalKV<Inner>({.inner = Entry<Inner>::make(budget).params()});
+  }
+};
+template <>
+struct Entry<External> : Usual {
+  static constexpr bool given_scores = true;
+  static External make(std::int32_t budget) { return External({.budget = budget, .sinks = 1}); }
+};
+template <>
+struct Entry<Full> : Usual {
+  static constexpr bool by_row = false;
+  static Full make(std::int32_t) { return {}; }
+};
+template <>
+struct Entry<StreamingSink> : Usual {
+  static constexpr bool by_row = false;
+  static StreamingSink make(std::int32_t budget) {
+    return StreamingSink({.sinks = 2, .recent = budget - 2, .form = SinkForm::exact});
+  }
+};
+template <>
+struct Entry<HeavyHitter> : Usual {
+  static HeavyHitter make(std::int32_t budget) {
+    return HeavyHitter({.heavy = budget - 5, .recent = 3, .sinks = 2});
+  }
+};
+template <>
+struct Entry<SnapKVSelector> : Usual {
+  static SnapKVSelector make(std::int32_t budget) {
+    return SnapKVSelector({.window = 4, .budget = budget, .kernel = 1, .sinks = 2});
+  }
+};
+template <class Scores>
+struct Entry<PageSelector<Scores>> : Usual {
+  static constexpr bool whole_pages = true;
+  static PageSelector<Scores> make(std::int32_t budget) {
+    typename PageSelector<Scores>::Params p;
+    p.budget = budget;
+    p.window = 3;
+    return PageSelector<Scores>(p);
+  }
+};
+
+constexpr std::int32_t budget = 14;
+
+// Rows that a plan keeps, all heads of all sequences.
+std::vector<std::vector<std::int32_t>> kept_rows(const PlanView& made, const CacheView& view) {
+  std::vector<std::vector<std::int32_t>> out;
+  for (std::int32_t s = 0; s < view.sequences; ++s) {
+    for (std::int32_t l = 0; l < view.layers; ++l) {
+      for (std::int32_t h = 0; h < view.kv_heads; ++h) {
+        auto& rows = out.emplace_back();
+        made.for_each_kept(
+            SequenceId{s}, LayerId{l}, HeadId{h}, [&](std::int32_t r) { rows.push_back(r); });
+      }
+    }
+  }
+  return out;
+}
+
+// A policy as the laws see it: the laws are compiled once, not once a policy.
+struct Law {
+  Report (*evict)(MethodWorld&);
+  std::vector<std::vector<std::int32_t>> (*planned)(MethodWorld&, const CacheView&);
+  std::vector<float> (*scores)(MethodWorld&);  // of layer 1, head 1
+  Demand (*demand)(std::int32_t tokens, std::int32_t layer);
+  TableScope scope;
+  bool shares;  // heads of a layer share a budget
+  bool whole_pages;
+  bool by_row;
+
+  // A world with the tables that the policy needs.
+  MethodSetup setup(MethodSetup from = {}) const {
+    from.scope = scope;
+    return from;
+  }
+};
+
+template <class P>
+Law law_of() {
+  using E = Entry<P>;
+  Law law{};
+  law.scope = E::scope;
+  law.shares = AdaptivePolicy<P>;
+  law.whole_pages = E::whole_pages;
+  law.by_row = E::by_row;
+  law.evict = [](MethodWorld& world) {
+    return world.evict(E::make(budget), world.observation(E::given_scores));
+  };
+  law.planned = [](MethodWorld& world, const CacheView& view) {
+    const P policy = E::make(budget);
+    const Observation obs = world.observation(E::given_scores);
+    std::vector<std::byte> workspace(plan_workspace_bytes(policy, plan_shape(view, obs)));
+    const PlanView made = plan(policy, view, obs, workspace);
+    REQUIRE(made.status() == Status::ok);
+    return kept_rows(made, view);
+  };
+  law.scores = [](MethodWorld& world) {
+    using Scores = std::remove_cvref_t<decltype(std::declval<const P&>().scorer())>;
+    const typename ScorerOf<Scores>::type scorer(E::make(budget).scorer());
+    const CacheView view = world.view();
+    const Observation obs = world.observation(E::given_scores);
+    REQUIRE(scorer.check(view, obs) == Status::ok);
+    std::vector<std::byte> scratch(scorer.scratch_bytes(plan_shape(view, obs)));
+    std::vector<float> out(
+        static_cast<std::size_t>(view.live_rows(SequenceId{0}, LayerId{1}, HeadId{1})),
+        std::nanf(""));
+    scorer.score(view, SequenceId{0}, LayerId{1}, HeadId{1}, obs, scratch, out);
+    return out;
+  };
+  law.demand = [](std::int32_t tokens, std::int32_t layer) {
+    DemandInput in;
+    in.live = tokens;
+    in.page_size = 4;
+    in.state.live_rows = in.state.next_position = tokens;
+    in.layer = LayerId{layer};
+    in.layers = 2;
+    return E::make(budget).demand(in);
+  };
+  return law;
+}
+
+// Whether each head has the rows demanded of it; of heads that share a budget, each layer.
+bool as_many_as_demanded(const Law& law,
+                         std::int32_t tokens,
+                         const std::vector<std::vector<std::int32_t>>& kept) {
+  bool right = true;
+  for (std::int32_t l = 0; l < 2; ++l) {
+    const std::int32_t keep = std::min(tokens, law.demand(tokens, l).keep);
+    const auto first = static_cast<std::int32_t>(kept[static_cast<std::size_t>(2 * l)].size());
+    const auto second = static_cast<std::int32_t>(kept[static_cast<std::size_t>(2 * l + 1)].size());
+    if (law.shares) {
+      right = right && first + second == 2 * keep;
+    } else if (law.whole_pages) {
+      right = right && first == second && first <= keep && first > keep - 4;
+    } else {
+      right = right && first == keep && second == keep;
+    }
+  }
+  return right;
+}
+
+void keeps_all_within_the_budget(const Law& law) {
+  for (const std::int32_t tokens : {0, 1, 2, 5, budget - 1, budget}) {
+    MethodWorld world(law.setup());
+    REQUIRE(world.append(0, tokens) == Status::ok);
+    const Report report = law.evict(world);
+    INFO("tokens " << tokens);
+    REQUIRE(report.status == Status::ok);
+    REQUIRE(report.evicted_rows == 0);
+    REQUIRE(report.bytes_moved == 0);
+    REQUIRE(static_cast<std::int32_t>(world.kept(0)[3].size()) == tokens);
+  }
+}
+
+void keeps_as_many_as_demanded(const Law& law) {
+  for (const std::int32_t tokens : {budget + 1, 30, 61}) {
+    MethodWorld world(law.setup());
+    REQUIRE(world.append(0, tokens) == Status::ok);
+    const auto kept = law.planned(world, world.view());
+    INFO("tokens " << tokens << ", kept " << kept[0].size() << ' ' << kept[1].size() << ' '
+                   << kept[2].size() << ' ' << kept[3].size());
+    CHECK(as_many_as_demanded(law, tokens, kept));
+    for (std::size_t i = 0; i < kept.size(); ++i) {
+      const auto& rows = kept[i];
+      REQUIRE(std::is_sorted(rows.begin(), rows.end()));
+      REQUIRE(std::set<std::int32_t>(rows.begin(), rows.end()).size() == rows.size());
+      const Demand demand = law.demand(tokens, static_cast<std::int32_t>(i / 2));
+      for (std::int32_t p = 0; p < tokens; ++p) {
+        if (p < demand.protection.sinks || p >= tokens - demand.protection.recent) {
+          REQUIRE(std::binary_search(rows.begin(), rows.end(), p));
+        }
+      }
+    }
+  }
+}
+
+void second_cut_does_nothing(const Law& law) {
+  MethodWorld world(law.setup());
+  REQUIRE(world.append(0, 45) == Status::ok);
+  REQUIRE(law.evict(world).status == Status::ok);
+  const auto before = world.kept(0);
+  const Report again = law.evict(world);
+  CHECK(again.status == Status::ok);
+  CHECK(again.evicted_rows == 0);
+  CHECK(again.bytes_moved == 0);
+  CHECK(world.kept(0) == before);
+}
+
+void rows_move_as_a_whole(const Law& law) {
+  MethodWorld world(law.setup());
+  REQUIRE(world.append(0, 33) == Status::ok);
+  for (std::int32_t step = 0; step < 10; ++step) {
+    REQUIRE(law.evict(world).status == Status::ok);
+    REQUIRE(world.rows_belong_to_their_positions());
+    for (const auto& set : world.kept(0)) {
+      REQUIRE(std::set<std::int32_t>(set.begin(), set.end()).size() == set.size());
+    }
+    REQUIRE(world.append(0, 1 + step % 3) == Status::ok);
+  }
+  REQUIRE(raw(world.cache().next_position(SequenceId{0})) == 33 + 19);
+}
+
+void ignores_pages(const Law& law) {
+  std::vector<std::vector<std::vector<std::int32_t>>> first;
+  for (const std::int32_t page_size : {4, 4, 1, 3, 16}) {
+    if (law.whole_pages && page_size != 4) { continue; }
+    MethodWorld world(law.setup({.page_size = page_size, .shuffled = !first.empty()}));
+    REQUIRE(world.append(0, 37) == Status::ok);
+    std::vector<std::vector<std::vector<std::int32_t>>> sets;
+    for (std::int32_t step = 0; step < 5; ++step) {
+      REQUIRE(law.evict(world).status == Status::ok);
+      sets.push_back(world.kept(0));
+      REQUIRE(world.append(0, 1) == Status::ok);
+    }
+    if (first.empty()) { first = sets; }
+    INFO("page size " << page_size);
+    REQUIRE(sets == first);
+  }
+}
+
+void ignores_layout(const Law& law) {
+  MethodWorld world(law.setup({.sequences = 2, .shuffled = true}));
+  REQUIRE(world.append(0, 37) == Status::ok);
+  REQUIRE(world.append(1, 22) == Status::ok);
+  const auto expected = law.planned(world, world.view());
+  for (const Layout layout : {Layout::nhd, Layout::hnd, Layout::packed, Layout::transposed}) {
+    INFO("layout " << static_cast<int>(layout));
+    CHECK(law.planned(world, world.relaid(layout)) == expected);
+  }
+}
+
+void ignores_the_batch(const Law& law) {
+  const std::array<std::int32_t, 4> tokens{17, 1, 31, 9};
+  MethodWorld batch(law.setup({.sequences = 4, .shuffled = true}));
+  std::vector<MethodWorld> alone;
+  alone.reserve(4);
+  for (std::int32_t s = 0; s < 4; ++s) {
+    alone.emplace_back(law.setup({.first_name = s}));
+    REQUIRE(batch.append(s, tokens[static_cast<std::size_t>(s)]) == Status::ok);
+    REQUIRE(alone.back().append(0, tokens[static_cast<std::size_t>(s)]) == Status::ok);
+  }
+  for (std::int32_t step = 0; step < 4; ++step) {
+    REQUIRE(law.evict(batch).status == Status::ok);
+    for (std::int32_t s = 0; s < 4; ++s) {
+      MethodWorld& one = alone[static_cast<std::size_t>(s)];
+      REQUIRE(law.evict(one).status == Status::ok);
+      INFO("step " << step << ", sequence " << s);
+      REQUIRE(one.kept(0) == batch.kept(s));
+      REQUIRE(batch.append(s, 1 + (s + step) % 3) == Status::ok);
+      REQUIRE(one.append(0, 1 + (s + step) % 3) == Status::ok);
+    }
+  }
+}
+
+void drops_bad_rows_first(const Law& law) {
+  if (law.by_row && !law.whole_pages) {
+    // More of them than go, so that some must stay: the lower ones.
+    const std::set<std::int32_t> bad{5, 7, 8, 11, 12, 13, 14, 17, 19, 20, 21, 23};
+    for (const std::int32_t tokens : {20, 26, 60}) {
+      MethodWorld world(law.setup({.bad = bad}));
+      REQUIRE(world.append(0, tokens) == Status::ok);
+      const Report report = law.evict(world);
+      REQUIRE(report.status == Status::ok);
+      INFO("tokens " << tokens);
+      CHECK(report.nan_count > 0);
+      const auto sets = world.kept(0);
+      for (std::size_t i = 0; i < sets.size(); ++i) {
+        const auto& kept = sets[i];
+        const Demand demand = law.demand(tokens, static_cast<std::int32_t>(i / 2));
+        std::int32_t last_bad = -1;
+        std::int32_t first_gone_bad = tokens;
+        bool good_gone = false;
+        for (std::int32_t p = demand.protection.sinks; p < tokens - demand.protection.recent; ++p) {
+          const bool stays = std::binary_search(kept.begin(), kept.end(), p);
+          const bool is_bad = bad.contains(p);
+          if (is_bad && stays) { last_bad = p; }
+          if (is_bad && !stays) { first_gone_bad = std::min(first_gone_bad, p); }
+          good_gone = good_gone || (!is_bad && !stays);
+        }
+        CHECK(last_bad < first_gone_bad);
+        CHECK((last_bad == -1 || !good_gone));
+      }
+    }
+  } else {
+    // By position or by lot, keys are not looked at; pages: a NaN counts as the lowest of its page (page_selector_test);
+    // else the entry says what it does to its neighbours.
+    MethodWorld world(law.setup({.bad = {3, 9}}));
+    REQUIRE(world.append(0, 30) == Status::ok);
+    CHECK(law.evict(world).status == Status::ok);
+  }
+}
+
+void survives_equal_and_zero_keys(const Law& law) {
+  for (const Keys keys : {Keys::constant, Keys::zero}) {
+    MethodWorld world(law.setup({.keys = keys}));
+    REQUIRE(world.append(0, 40) == Status::ok);
+    const Report report = law.evict(world);
+    CHECK(report.status == Status::ok);
+    CHECK(report.nan_count == 0);
+    CHECK(as_many_as_demanded(law, 40, world.kept(0)));
+    CHECK(world.rows_belong_to_their_positions());
+  }
+}
+
+void scores_none_and_one(const Law& law) {
+  for (const std::int32_t tokens : {0, 1}) {
+    for (const Keys keys : {Keys::random, Keys::zero}) {
+      MethodWorld world(law.setup({.keys = keys}));
+      REQUIRE(world.append(0, tokens) == Status::ok);
+      const auto scores = law.scores(world);
+      CHECK(static_cast<std::int32_t>(scores.size()) == tokens);
+      for (const float x : scores) { CHECK(!std::isnan(x)); }
+    }
+  }
+}
+
+}  // namespace
+
+TEST_CASE("laws: names are unique", "[laws]") {
+  const auto names =
+      []<class... P>(std::type_identity<P>...) {
+        return std::multiset<std::string_view>{P::name...};
+      }(std::type_identity<External>{},
+        std::type_identity<Full>{},
+        std::type_identity<AdaKV<KeyNorm>>{},
+        std::type_identity<ChunkKV<>>{},
+        std::type_identity<CriticalKV<KeyNorm>>{},
+        std::type_identity<CurKV>{},
+        std::type_identity<ExpectedAttention>{},
+        std::type_identity<LagKV>{},
+        std::type_identity<PyramidKV>{},
+        std::type_identity<RecursiveLagKV>{},
+        std::type_identity<HeavyHitter>{},
+        std::type_identity<KeyDiff>{},
+        std::type_identity<KeyNorm>{},
+        std::type_identity<PageSelector<>>{},
+        std::type_identity<QFilter>{},
+        std::type_identity<Random>{},
+        std::type_identity<SnapKVSelector>{},
+        std::type_identity<StreamingSink>{},
+        std::type_identity<Tova>{},
+        std::type_identity<TopRows<PerLayer<KeyDiffParams>>>{},
+        std::type_identity<TopRows<ValueNorm<KeyDiffParams>>>{},
+        std::type_identity<TopRows<OutputNorm<KeyDiffParams>>>{});
+  for (const auto name : names) {
+    INFO(name);
+    CHECK(names.count(name) == 1);
+  }
+}
+
+TEMPLATE_TEST_CASE("laws: nothing goes while rows are within the budget",
+                   "[laws][edge]",
+                   KVTRIM_POLICIES) {
+  keeps_all_within_the_budget(law_of<TestType>());
+}
+
+TEMPLATE_TEST_CASE("laws: as many rows stay as demanded, protected ones among them, ascending",
+                   "[laws][property]",
+                   KVTRIM_POLICIES) {
+  keeps_as_many_as_demanded(law_of<TestType>());
+}
+
+TEMPLATE_TEST_CASE("laws: a second cut at once finds nothing to do",
+                   "[laws][property]",
+                   KVTRIM_POLICIES) {
+  second_cut_does_nothing(law_of<TestType>());
+}
+
+TEMPLATE_TEST_CASE("laws: keys, values, scores and positions move together, over many steps",
+                   "[laws][property]",
+                   KVTRIM_POLICIES) {
+  rows_move_as_a_whole(law_of<TestType>());
+}
+
+TEMPLATE_TEST_CASE("laws: kept rows depend neither on page size nor on page placement",
+                   "[laws][property]",
+                   KVTRIM_POLICIES) {
+  ignores_pages(law_of<TestType>());
+}
+
+TEMPLATE_TEST_CASE("laws: kept rows do not depend on the layout of the keys",
+                   "[laws][property]",
+                   KVTRIM_POLICIES) {
+  ignores_layout(law_of<TestType>());
+}
+
+TEMPLATE_TEST_CASE("laws: a sequence alone keeps what it keeps in a batch",
+                   "[laws][property]",
+                   KVTRIM_POLICIES) {
+  ignores_the_batch(law_of<TestType>());
+}
+
+TEMPLATE_TEST_CASE(
+    "laws: rows that are not finite go before all others, the higher positions first",
+    "[laws][nan]",
+    KVTRIM_POLICIES) {
+  drops_bad_rows_first(law_of<TestType>());
+}
+
+TEMPLATE_TEST_CASE("laws: equal keys and keys of norm 0 do no harm",
+                   "[laws][edge]",
+                   KVTRIM_POLICIES) {
+  survives_equal_and_zero_keys(law_of<TestType>());
+}
+
+TEMPLATE_TEST_CASE("laws: no row is no score, and a row alone gets one",
+                   "[laws][edge]",
+                   KVTRIM_POLICIES) {
+  scores_none_and_one(law_of<TestType>());
+}
