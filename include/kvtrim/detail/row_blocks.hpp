@@ -25,8 +25,8 @@ inline constexpr std::int32_t block_rows = 64;
   return side == Side::keys ? view.k.head_dim : view.v.head_dim;
 }
 
-/// Calls f(i, row, finite) for each live row of (sequence, layer, KV head): i = 0..live-1 in logical order, a hole left
-/// out.
+/// Calls f(i, row, finite) for the live rows i of [begin, end) of (sequence, layer, KV head) in logical order, a hole
+/// left out. Other rows are not read.
 ///
 /// \param block  [block_rows * head dim]
 template <class F>
@@ -35,6 +35,8 @@ void for_each_row(const CacheView& view,
                   LayerId l,
                   HeadId h,
                   Side side,
+                  std::int32_t begin,
+                  std::int32_t end,
                   std::span<float> block,
                   F&& f) noexcept {
   const Plane& plane = side == Side::keys ? view.k : view.v;
@@ -42,15 +44,29 @@ void for_each_row(const CacheView& view,
   std::int32_t next = 0;
   for_each_run(view, s, l, h, [&](const Run& run) {
     const PageId page = side == Side::keys ? run.k_page : run.v_page;
-    for (std::int32_t begin = 0; begin < run.count; begin += block_rows) {
-      const std::int32_t n = std::min(block_rows, run.count - begin);
-      load_rows(plane, plane.row(l, page, h, Slot{raw(run.slot) + begin}), n, block.data());
+    const std::int32_t last = std::min(run.count, end - next);
+    for (std::int32_t first = std::max(0, begin - next); first < last; first += block_rows) {
+      const std::int32_t n = std::min(block_rows, last - first);
+      load_rows(plane, plane.row(l, page, h, Slot{raw(run.slot) + first}), n, block.data());
       for (std::int32_t i = 0; i < n; ++i) {
         const float* const row = block.data() + static_cast<std::ptrdiff_t>(i) * dim;
-        f(next++, row, finite(row, dim));
+        f(next + first + i, row, finite(row, dim));
       }
     }
+    next += run.count;
   });
+}
+
+/// The same for all live rows.
+template <class F>
+void for_each_row(const CacheView& view,
+                  SequenceId s,
+                  LayerId l,
+                  HeadId h,
+                  Side side,
+                  std::span<float> block,
+                  F&& f) noexcept {
+  for_each_row(view, s, l, h, side, 0, view.live_rows(s, l, h), block, f);
 }
 
 }  // namespace kvtrim::detail

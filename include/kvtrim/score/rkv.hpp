@@ -181,6 +181,7 @@ class RKVScorer {
       const CacheView& view, SequenceId s, LayerId l, HeadId h, const Layout& mem) const noexcept {
     const std::int32_t dim = view.k.head_dim;
     const std::int32_t height = mem.height;
+    const bool ordered = view.state(s, l, h).ordered;
     std::fill(mem.redundancy.begin(), mem.redundancy.end(), 0.0);
     std::int32_t finite = 0;
     detail::for_each_key_tile(
@@ -197,7 +198,7 @@ class RKVScorer {
                 detail::multiply(
                     mem.others, dim, mem.tiles.tile.data(), height, mem.cosines.data());
                 for (std::int32_t q = 0; q < count; ++q) {
-                  compare(mem, q, first + q - begin, begin, others);
+                  compare(mem, q, first + q - begin, begin, others, ordered);
                 }
               });
           for (std::int32_t q = 0; q < count; ++q) {
@@ -220,16 +221,19 @@ class RKVScorer {
                std::int32_t q,
                std::int32_t self,
                std::int32_t begin,
-               std::int32_t others) const noexcept {
+               std::int32_t others,
+               bool ordered) const noexcept {
     float* const cosine = mem.cosines.data() + static_cast<std::ptrdiff_t>(q) * mem.height;
     if (self >= 0 && self < others) { cosine[self] = 0; }
+    Eigen::Map<Eigen::ArrayXd>(mem.redundancy.data() + begin, others) +=
+        Eigen::Map<const Eigen::ArrayXf>(cosine, others).cast<double>();
     Position newest = mem.newest[index(q)];
-    for (std::int32_t t = 0; t < others; ++t) {
-      mem.redundancy[index(begin + t)] += static_cast<double>(cosine[t]);
+    for (std::int32_t t = others - 1; t >= 0; --t) {
       if (cosine[t] > params_.threshold && mem.others.positions[index(t)] > newest) {
         newest = mem.others.positions[index(t)];
         mem.copies[index(q)] = begin + t;
         mem.similar[index(q)] = cosine[t];
+        if (ordered) { break; }  // older ones follow
       }
     }
     mem.newest[index(q)] = newest;
