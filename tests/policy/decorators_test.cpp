@@ -12,6 +12,7 @@
 #include <kvtrim/score/per_layer.hpp>
 #include <kvtrim/score/random.hpp>
 #include <kvtrim/score/value_norm.hpp>
+#include <kvtrim/score/window.hpp>
 
 #include "catch.hpp"
 #include "support/by_score.hpp"
@@ -71,6 +72,69 @@ TEST_CASE("decorators: an epsilon out of range is named", "[decorators][edge]") 
                   std::invalid_argument);
   CHECK_THROWS_WITH(Value({.budget = 3, .sinks = 2, .recent = 2}),
                     ContainsSubstring("kvtrim::ValueNorm of kvtrim::Random: budget 3"));
+}
+
+TEST_CASE("decorators: SnapKV's scores can be decorated, and what is wrong with them is named",
+          "[decorators][edge]") {
+  using Snap = TopRows<ValueNorm<WindowParams>>;
+  STATIC_REQUIRE(Snap().params().recent == 32);
+  STATIC_REQUIRE(Snap::name == "value_norm_window");
+  const auto make = [](std::int32_t window, std::int32_t kernel, std::int64_t recent) {
+    return Snap({.budget = 50,
+                 .recent = recent,
+                 .scores = {.scores = {.window = window, .kernel = kernel}}});
+  };
+  CHECK_NOTHROW(make(8, 5, 8));
+  CHECK_NOTHROW(make(8, 5, 9));
+  CHECK_THROWS_WITH(make(8, 5, 7),
+                    ContainsSubstring("kvtrim::ValueNorm of kvtrim::Window: recent 7") &&
+                        ContainsSubstring("window 8"));
+  CHECK_THROWS_WITH(make(0, 5, 7), ContainsSubstring("scores.window 0"));
+  CHECK_THROWS_WITH(make(4, 6, 7), ContainsSubstring("scores.kernel 6"));
+  // A window whose own columns have scores needs no protection.
+  CHECK_NOTHROW(
+      Snap({.budget = 50, .recent = 0, .scores = {.scores = {.window = 8, .own_columns = true}}}));
+}
+
+TEST_CASE("decorators: PageSelector refuses decorated parameters out of range",
+          "[decorators][edge]") {
+  using Pages = PageSelector<ValueNorm<PerLayer<WindowParams>>>;
+  const auto make = [](float epsilon, std::int32_t kernel) {
+    Pages::Params p;
+    p.scores.epsilon = epsilon;
+    p.scores.scores.scores.kernel = kernel;
+    return Pages(p);
+  };
+  CHECK_NOTHROW(make(0, 5));
+  CHECK_THROWS_WITH(make(-1, 5), ContainsSubstring("kvtrim::PageSelector: epsilon -1"));
+  CHECK_THROWS_WITH(make(0, 4),
+                    ContainsSubstring("kvtrim::PageSelector: scores.window 32") &&
+                        ContainsSubstring("scores.kernel 4"));
+}
+
+TEST_CASE("decorators: TopRows<ValueNorm<WindowParams>> keeps the best of SnapKV times the values",
+          "[decorators]") {
+  MethodWorld world({});
+  REQUIRE(world.append(0, 40) == Status::ok);
+  const WindowParams window{.window = 4, .kernel = 3};
+  std::vector<std::vector<std::int32_t>> expected;
+  for (std::int32_t l = 0; l < 2; ++l) {
+    for (std::int32_t h = 0; h < 2; ++h) {
+      auto scores = scores_of(window, world, l, h);
+      for (std::size_t r = 0; r < 40; ++r) {
+        double square = 0;
+        for (const float x : world.value(0, l, h, static_cast<std::int32_t>(r))) {
+          square += static_cast<double>(x) * static_cast<double>(x);
+        }
+        scores[r] = r >= 36 ? 1e9F : scores[r] * static_cast<float>(std::sqrt(square));
+      }
+      expected.push_back(test::best(scores, 13));
+    }
+  }
+  const TopRows<ValueNorm<WindowParams>> policy(
+      {.budget = 13, .recent = 4, .scores = {.scores = window}});
+  REQUIRE(world.evict(policy, world.observation()).status == Status::ok);
+  CHECK(world.kept(0) == expected);
 }
 
 TEST_CASE("decorators: TopRows<PerLayer<...>> keeps the best of the layer's mean in all heads",

@@ -65,7 +65,8 @@ using test::MethodWorld;
   PyramidKV, AdaKV<SnapKVSelector>, AdaKV<KeyNorm>, CriticalKV<SnapKVSelector>,                   \
   CriticalKV<AdaKV<KeyNorm>>, TopRows<PerLayer<KeyDiffParams>>,                                   \
   TopRows<ValueNorm<KeyDiffParams>>, TopRows<OutputNorm<RandomParams>>,                           \
-  PageSelector<ValueNorm<KeyDiffParams>>, PageSelector<TovaParams>
+  TopRows<ValueNorm<WindowParams>>, PageSelector<ValueNorm<KeyDiffParams>>,                       \
+  PageSelector<TovaParams>
 // clang-format on
 
 namespace {
@@ -92,6 +93,13 @@ struct Entry<TopRows<Scores>> : Usual {
     p.sinks = 2;
     p.recent = 3;
     return TopRows<Scores>(p);
+  }
+};
+template <>
+struct Entry<TopRows<ValueNorm<WindowParams>>> : Usual {
+  static TopRows<ValueNorm<WindowParams>> make(std::int32_t budget) {
+    return TopRows<ValueNorm<WindowParams>>(
+        {.budget = budget, .recent = 4, .scores = {.scores = {.window = 4, .kernel = 1}}});
   }
 };
 template <>
@@ -495,6 +503,7 @@ TEST_CASE("laws: names are unique", "[laws]") {
         std::type_identity<Tova>{},
         std::type_identity<TopRows<PerLayer<KeyDiffParams>>>{},
         std::type_identity<TopRows<ValueNorm<KeyDiffParams>>>{},
+        std::type_identity<TopRows<ValueNorm<WindowParams>>>{},
         std::type_identity<TopRows<OutputNorm<KeyDiffParams>>>{});
   for (const auto name : names) {
     INFO(name);

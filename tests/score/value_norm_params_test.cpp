@@ -4,9 +4,11 @@
 
 #include "catch.hpp"
 
+#include <limits>
 #include <type_traits>
 
 using namespace kvtrim;
+using Catch::Matchers::ContainsSubstring;
 
 TEST_CASE("value_norm_params: epsilon is 0 unless given, the scores are the method's own",
           "[value_norm]") {
@@ -15,4 +17,19 @@ TEST_CASE("value_norm_params: epsilon is 0 unless given, the scores are the meth
   STATIC_REQUIRE(std::is_trivially_copyable_v<P>);
   STATIC_REQUIRE(P{}.epsilon == 0);
   STATIC_REQUIRE(P{}.scores.window == WindowParams{}.window);
+}
+
+TEST_CASE("value_norm_params: check speaks for epsilon and for the scores inside",
+          "[value_norm][edge]") {
+  using P = ValueNorm<ValueNorm<WindowParams>>;
+  CHECK_NOTHROW(P{}.check("x"));
+  P p;
+  p.epsilon = -2;
+  CHECK_THROWS_WITH(p.check("x"), ContainsSubstring("x: epsilon -2"));
+  p = {};
+  p.scores.epsilon = std::numeric_limits<float>::infinity();
+  CHECK_THROWS_WITH(p.check("x"), ContainsSubstring("epsilon inf"));
+  p = {};
+  p.scores.scores.window = 0;
+  CHECK_THROWS_WITH(p.check("x"), ContainsSubstring("x: scores.window 0"));
 }

@@ -4,15 +4,15 @@
 // A decorator changes the scores of a method and nothing else of it, so `TopRows` takes decorated scores as they are:
 // TopRows<PerLayer<KeyDiffParams>>.
 
-#include <kvtrim/detail/error.hpp>
 #include <kvtrim/policy/top_rows.hpp>
 #include <kvtrim/score/output_norm_params.hpp>
 #include <kvtrim/score/per_layer_params.hpp>
 #include <kvtrim/score/value_norm_params.hpp>
+#include <kvtrim/score/window_params.hpp>
 
 #include <array>
 #include <cstddef>
-#include <limits>
+#include <cstdint>
 #include <string_view>
 
 namespace kvtrim {
@@ -31,13 +31,23 @@ struct JoinedName {
   static constexpr std::string_view value{text.data(), text.size()};
 };
 
-constexpr void check_epsilon(std::string_view title, float epsilon) {
-  if (!(epsilon >= 0 && epsilon <= std::numeric_limits<float>::max())) {
-    throw_invalid_argument("{}: epsilon {} must be at least 0 and finite", title, epsilon);
-  }
-}
-
 }  // namespace detail
+
+/// SnapKV's scores, to be decorated: TopRows<ValueNorm<WindowParams>>. Undecorated they are `SnapKVSelector`.
+///
+/// \par Source
+/// Li et al., 2024, arXiv:2404.14469
+template <>
+struct Method<WindowParams> {
+  static constexpr std::string_view name = "window";
+  static constexpr std::string_view title = "kvtrim::Window";
+  static constexpr int sinks = 0;
+  static constexpr int recent = WindowParams{}.window;
+  static constexpr void check(const WindowParams& p) { p.check(title); }
+  static constexpr std::int64_t window(const WindowParams& p) noexcept {
+    return p.own_columns ? 0 : p.window;
+  }
+};
 
 /// A method with one set of rows a layer.
 ///
@@ -51,7 +61,15 @@ struct Method<PerLayer<Scores>> : Method<Scores> {
       detail::JoinedName<name_prefix, Method<Scores>::name>::value;
   static constexpr std::string_view title =
       detail::JoinedName<title_prefix, Method<Scores>::title>::value;
-  static constexpr void check(const PerLayer<Scores>& p) { Method<Scores>::check(p.scores); }
+  static constexpr void check(const PerLayer<Scores>& p) {
+    p.check(title);
+    Method<Scores>::check(p.scores);
+  }
+  static constexpr std::int64_t window(const PerLayer<Scores>& p) noexcept
+    requires requires { Method<Scores>::window(p.scores); }
+  {
+    return Method<Scores>::window(p.scores);
+  }
 };
 
 /// A method whose scores are rescaled by the values' lengths.
@@ -67,8 +85,13 @@ struct Method<ValueNorm<Scores>> : Method<Scores> {
   static constexpr std::string_view title =
       detail::JoinedName<title_prefix, Method<Scores>::title>::value;
   static constexpr void check(const ValueNorm<Scores>& p) {
-    detail::check_epsilon(title, p.epsilon);
+    p.check(title);
     Method<Scores>::check(p.scores);
+  }
+  static constexpr std::int64_t window(const ValueNorm<Scores>& p) noexcept
+    requires requires { Method<Scores>::window(p.scores); }
+  {
+    return Method<Scores>::window(p.scores);
   }
 };
 
@@ -85,8 +108,13 @@ struct Method<OutputNorm<Scores>> : Method<Scores> {
   static constexpr std::string_view title =
       detail::JoinedName<title_prefix, Method<Scores>::title>::value;
   static constexpr void check(const OutputNorm<Scores>& p) {
-    detail::check_epsilon(title, p.epsilon);
+    p.check(title);
     Method<Scores>::check(p.scores);
+  }
+  static constexpr std::int64_t window(const OutputNorm<Scores>& p) noexcept
+    requires requires { Method<Scores>::window(p.scores); }
+  {
+    return Method<Scores>::window(p.scores);
   }
 };
 

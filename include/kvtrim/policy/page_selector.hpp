@@ -5,6 +5,7 @@
 // for all layers, and the pages are free the moment the table is written.
 
 #include <kvtrim/cache/cache_view.hpp>
+#include <kvtrim/detail/check_scores.hpp>
 #include <kvtrim/detail/error.hpp>
 #include <kvtrim/policy/policy.hpp>
 #include <kvtrim/score/external_params.hpp>
@@ -16,7 +17,6 @@
 #include <cstdint>
 #include <limits>
 #include <string_view>
-#include <type_traits>
 
 namespace kvtrim {
 
@@ -97,15 +97,7 @@ class PageSelector {
           p.sinks,
           p.window);
     }
-    if constexpr (std::is_same_v<TokenScores, WindowParams>) {
-      if (p.scores.window < 1 || p.scores.kernel < 1 || p.scores.kernel % 2 == 0) {
-        detail::throw_invalid_argument(
-            "kvtrim::PageSelector: scores.window {} must be at least 1, scores.kernel {} odd and "
-            "at least 1",
-            p.scores.window,
-            p.scores.kernel);
-      }
-    }
+    detail::check_scores("kvtrim::PageSelector", p.scores);
     if (p.pages.top_m < 1) {
       detail::throw_invalid_argument("kvtrim::PageSelector: top_m {} must be at least 1",
                                      p.pages.top_m);

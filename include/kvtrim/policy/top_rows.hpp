@@ -17,13 +17,14 @@ namespace kvtrim {
 
 /// What a method adds to `TopRows`, specialised by the type of its scores' parameters in the method's header.
 ///
-/// | expression                    | meaning                                                                        |
-/// |-------------------------------|--------------------------------------------------------------------------------|
-/// | `Method<Scores>::name`        | short name, unique in the library                                              |
-/// | `Method<Scores>::title`       | name of the class, for error messages: "kvtrim::KeyNorm"                       |
-/// | `Method<Scores>::sinks`       | default of the first rows that always stay                                     |
-/// | `Method<Scores>::recent`      | default of the last rows that always stay                                      |
-/// | `Method<Scores>::check(scores)` | constexpr, throws `std::invalid_argument` where a parameter is out of range  |
+/// | expression                       | meaning                                                                     |
+/// |----------------------------------|-----------------------------------------------------------------------------|
+/// | `Method<Scores>::name`           | short name, unique in the library                                           |
+/// | `Method<Scores>::title`          | name of the class, for error messages: "kvtrim::KeyNorm"                    |
+/// | `Method<Scores>::sinks`          | default of the first rows that always stay                                  |
+/// | `Method<Scores>::recent`         | default of the last rows that always stay                                   |
+/// | `Method<Scores>::check(scores)`  | constexpr, throws `std::invalid_argument` where a parameter is out of range |
+/// | `Method<Scores>::window(scores)` | optional: last rows that have no score, so `recent` may not be below it     |
 template <class Scores>
 struct Method;
 
@@ -73,6 +74,15 @@ class TopRows {
           p.recent);
     }
     Method<Scores>::check(p.scores);
+    if constexpr (requires { Method<Scores>::window(p.scores); }) {
+      if (p.recent < Method<Scores>::window(p.scores)) {
+        detail::throw_invalid_argument(
+            "{}: recent {} must be at least the window {} of the scores, whose rows have none",
+            Method<Scores>::title,
+            p.recent,
+            Method<Scores>::window(p.scores));
+      }
+    }
   }
 
   /// What it was made of.

@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <kvtrim/detail/check_scores.hpp>
 #include <kvtrim/score/window_params.hpp>
+
+#include <string_view>
 
 namespace kvtrim {
 
@@ -14,6 +17,9 @@ template <class Scores>
 struct PerLayer {
   Scores scores{};                    ///< of one KV head
   Reduction heads = Reduction::mean;  ///< over the KV heads
+
+  /// \throws std::invalid_argument if a parameter of the scores is out of range
+  constexpr void check(std::string_view title) const { detail::check_scores(title, scores); }
 };
 
 }  // namespace kvtrim

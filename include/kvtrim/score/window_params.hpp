@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <kvtrim/detail/error.hpp>
 #include <kvtrim/score/pooling.hpp>
 
 #include <cstdint>
+#include <string_view>
 
 namespace kvtrim {
 
@@ -28,6 +30,17 @@ struct WindowParams {
   Pooling pooling = Pooling::average;             ///< over neighbouring columns
   PoolColumns columns = PoolColumns::candidates;  ///< what the pooling sees
   bool own_columns = false;  ///< the window's own columns are scored too, not cut
+
+  /// \throws std::invalid_argument if the window is below 1 or the kernel not odd
+  constexpr void check(std::string_view title) const {
+    if (window < 1 || kernel < 1 || kernel % 2 == 0) {
+      detail::throw_invalid_argument(
+          "{}: scores.window {} must be at least 1, scores.kernel {} odd and at least 1",
+          title,
+          window,
+          kernel);
+    }
+  }
 };
 
 }  // namespace kvtrim
