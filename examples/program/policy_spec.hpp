@@ -97,7 +97,7 @@ inline const std::vector<KnownName>& known_policies() {
          with({"score", "safeguard", "form", "over", "future", "epsilon", "covariance", "values"},
               snapkv)},
         {"criticalkv", with({"heads", "first", "epsilon", "safeguard", "form", "over"}, snapkv)},
-        {"chunkkv", with({"chunk"}, with({"sinks"}, window))},
+        {"chunkkv", with({"chunk", "form", "sinks"}, window)},
         {"tova", {"protect"}},
         {"keydiff", {"sinks", "recent"}},
         {"keynorm", {"sinks", "recent"}},
@@ -134,7 +134,8 @@ inline constexpr const char* spec_help =
              the keys of snapkv or expected; the budget is the heads' average
   criticalkv heads=equal|adakv, first=0.5, epsilon=0.0001, and snapkv's keys; heads=adakv:
              safeguard=0.2, form=safeguard|floor|rounded, over=layer|all
-  chunkkv    chunk=20, and snapkv's keys but config
+  chunkkv    chunk=20, form=rows|chunks (chunks: of removed, whole chunks only, counted as kvpress
+             does), and snapkv's keys but config
   tova       protect=1|0 (the last row)
   keydiff    sinks=0, recent=0
   keynorm    sinks=0, recent=0
@@ -201,7 +202,12 @@ class PolicySpec {
   [[nodiscard]] std::int32_t rows_to_keep(std::int32_t rows, double removed_otherwise) const {
     if (name() == "full") return rows;
     if (values_.has("budget")) return static_cast<std::int32_t>(values_.integer("budget", 0));
-    return kvtrim::rows_kept(rows, removed().value_or(removed_otherwise));
+    const double fraction = removed().value_or(removed_otherwise);
+    if (name() == "chunkkv" &&
+        values_.word<bool>("form", false, {{"rows", false}, {"chunks", true}}))
+      return kvtrim::kvpress_chunk_rows(
+          rows, fraction, std::max(1, values_.integer32("chunk", 20)));
+    return kvtrim::rows_kept(rows, fraction);
   }
 
   /// The policy that keeps `keep` rows. Where that is fewer than it must protect, it is made for what it protects, and

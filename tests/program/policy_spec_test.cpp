@@ -393,6 +393,13 @@ TEST_CASE("policy spec: keys of the methods that are one score reach them", "[pr
   CHECK(chunk.scores.rows == Reduction::max);
 }
 
+TEST_CASE("policy spec: chunkkv counts rows, or whole chunks as kvpress does", "[program][edge]") {
+  CHECK(PolicySpec("chunkkv").rows_to_keep(1001, 0.75) == 250);
+  // 51 chunks, 12 stay; the last has one token.
+  CHECK(PolicySpec("chunkkv:form=chunks").rows_to_keep(1001, 0.75) == 221);
+  CHECK(PolicySpec("chunkkv:form=chunks,removed=0.5").rows_to_keep(1001, 0.75) == 24 * 20 + 1);
+}
+
 TEST_CASE("policy spec: keys of the methods with budgets of their own reach them", "[program]") {
   using kvtrim::AdaKV;
   using kvtrim::CriticalKV;
