@@ -3,26 +3,13 @@
 
 // Where the engine calls kvtrim: during a step it hands over each layer's queries, between steps it lets a policy evict.
 
-#include <kvtrim/evict/evict.hpp>
-#include <kvtrim/score/accumulate.hpp>
-#include <kvtrim/score/chunked.hpp>
+#include <kvtrim/evict/commit.hpp>
+#include <kvtrim/evict/plan_shape.hpp>
 #include <kvtrim/score/column_sums.hpp>
-#include <kvtrim/score/cur.hpp>
-#include <kvtrim/score/expected_attention.hpp>
-#include <kvtrim/score/external.hpp>
-#include <kvtrim/score/key_diff.hpp>
-#include <kvtrim/score/key_norm.hpp>
-#include <kvtrim/score/lag_kv.hpp>
-#include <kvtrim/score/output_norm.hpp>
 #include <kvtrim/score/pooling.hpp>
-#include <kvtrim/score/q_filter.hpp>
 #include <kvtrim/score/query_moments.hpp>
 #include <kvtrim/score/query_ring.hpp>
-#include <kvtrim/score/random.hpp>
-#include <kvtrim/score/rkv.hpp>
 #include <kvtrim/score/surprisal.hpp>
-#include <kvtrim/score/tova.hpp>
-#include <kvtrim/score/window.hpp>
 
 #include <algorithm>
 #include <cmath>
@@ -42,6 +29,7 @@
 #include "console.hpp"
 #include "engine/llama.hpp"
 #include "engine/openmp.hpp"
+#include "evict_any.hpp"
 #include "policy_spec.hpp"
 
 namespace program {
@@ -228,8 +216,7 @@ class Evictor {
   void prepare(const AnyPolicy& policy, kvtrim::SequenceId s) {
     const kvtrim::PlanShape shape =
         kvtrim::plan_shape(cache_->view(s), observation(s), executor_.workers());
-    const std::size_t bytes =
-        std::visit([&](const auto& p) { return kvtrim::plan_workspace_bytes(p, shape); }, policy);
+    const std::size_t bytes = workspace_bytes(policy, shape);
     if (workspace_.size() < bytes) workspace_.resize(bytes);
   }
 
@@ -257,11 +244,8 @@ class Evictor {
     }
     seen.budgets = &keep;
     seen.budget_rows = {0, 0, 0};
-    const kvtrim::Report report = std::visit(
-        [&](const auto& p) {
-          return kvtrim::evict(p, *cache_, cache_->view(s), seen, workspace_, options, executor_);
-        },
-        policy);
+    const kvtrim::Report report =
+        evict_any(policy, *cache_, cache_->view(s), seen, workspace_, options, executor_);
     if (!kvtrim::usable(report.status)) {
       throw std::runtime_error("the eviction was refused: " +
                                std::string(kvtrim::to_string(report.status)));
