@@ -8,9 +8,9 @@
 #include <benchmark/benchmark.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cstdint>
 #include <cstdlib>
+#include <ctime>
 #include <string>
 #include <utility>
 #include <vector>
@@ -23,13 +23,22 @@ inline double seconds_a_line() {
   return given != nullptr ? std::atof(given) : 0.8;
 }
 
+/// What a time is read from: the thread's own time is deaf to whoever else wants the core, but sees one thread only.
+enum class Clock : std::uint8_t { thread, wall };
+
+inline double now(Clock clock) {
+  timespec t{};
+  clock_gettime(clock == Clock::thread ? CLOCK_THREAD_CPUTIME_ID : CLOCK_MONOTONIC, &t);
+  return static_cast<double>(t.tv_sec) + static_cast<double>(t.tv_nsec) * 1e-9;
+}
+
 /// Seconds that `f()` takes.
 template <class F>
-double seconds_of(F&& f) {
-  const auto begin = std::chrono::steady_clock::now();
+double seconds_of(F&& f, Clock clock = Clock::thread) {
+  const double begin = now(clock);
   f();
   benchmark::ClobberMemory();
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+  return now(clock) - begin;
 }
 
 /// Value below which the share `q` of `values` lies.
@@ -49,20 +58,16 @@ struct Pairs {
 
 /// Runs prepare (not timed), op, bound, and again, until the time is over; 5 pairs at least.
 template <class Prepare, class Op, class Bound>
-Pairs interleave(Prepare&& prepare, Op&& op, Bound&& bound) {
+Pairs interleave(Prepare&& prepare, Op&& op, Bound&& bound, Clock clock = Clock::thread) {
   prepare();
   op();
   bound();  // pages are touched, caches and clocks are warm
   std::vector<double> ops, bounds, ratios;
-  const auto begin = std::chrono::steady_clock::now();
-  const double budget = seconds_a_line();
-  const auto elapsed = [&] {
-    return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
-  };
-  while (ops.size() < 5 || (elapsed() < budget && ops.size() < 4000)) {
+  const double end = now(Clock::wall) + seconds_a_line();
+  while (ops.size() < 5 || (now(Clock::wall) < end && ops.size() < 4000)) {
     prepare();
-    ops.push_back(seconds_of(op));
-    bounds.push_back(seconds_of(bound));
+    ops.push_back(seconds_of(op, clock));
+    bounds.push_back(seconds_of(bound, clock));
     ratios.push_back(ops.back() / bounds.back());
   }
   Pairs p;
@@ -74,8 +79,8 @@ Pairs interleave(Prepare&& prepare, Op&& op, Bound&& bound) {
   return p;
 }
 template <class Op, class Bound>
-Pairs interleave(Op&& op, Bound&& bound) {
-  return interleave([] {}, std::forward<Op>(op), std::forward<Bound>(bound));
+Pairs interleave(Op&& op, Bound&& bound, Clock clock = Clock::thread) {
+  return interleave([] {}, std::forward<Op>(op), std::forward<Bound>(bound), clock);
 }
 
 /// What one run of the operation works on.

@@ -67,7 +67,7 @@ void score(benchmark::State& state, const Shape& shape, Denominator form, std::i
     });
   };
   report(state,
-         interleave(op, bound),
+         interleave(op, bound, threads > 1 ? Clock::wall : Clock::thread),
          {.items = static_cast<double>(items) * shape.tokens,
           .bytes = cache.key_bytes(),
           .flops = bound.flops()});

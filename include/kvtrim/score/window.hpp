@@ -210,29 +210,38 @@ class WindowScorer {
     }
   }
 
+  using Panel = Packet[detail::panel_packets];
+  static void load(const float* from, Panel& to) noexcept {
+    for (std::int32_t p = 0; p < detail::panel_packets; ++p) {
+      to[p] = Eigen::internal::pload<Packet>(from + p * detail::packet_floats);
+    }
+  }
+  static void store(const Panel& from, float* to) noexcept {
+    for (std::int32_t p = 0; p < detail::panel_packets; ++p) {
+      Eigen::internal::pstore(to + p * detail::packet_floats, from[p]);
+    }
+  }
+
   // Reduces one panel's probabilities: over the rows of a query head, then over the heads. Queries come in their order.
   class PanelReduction {
    public:
     PanelReduction(const WindowParams& params, std::int32_t votes) noexcept
-        : params_(params), votes_(votes) {}
+        : params_(params), votes_(votes), head_end_(votes) {}
 
-    // [panel_rows] of query q, times `factor`.
-    void add(std::int32_t q, const float* values, float factor) noexcept {
+    // Probabilities of query q.
+    void add(std::int32_t q, Panel& x) noexcept {
       using namespace Eigen::internal;
-      if (q / votes_ != head_) {
+      while (q >= head_end_) {
         close_head();
-        head_ = q / votes_;
+        head_end_ += votes_;
       }
-      const Packet f = pset1<Packet>(factor);
-      for (std::int32_t p = 0; p < detail::panel_packets; ++p) {
-        const Packet x = pmul(pload<Packet>(values + p * detail::packet_floats), f);
-        float* const to = rows_ + p * detail::packet_floats;
-        pstore(to,
-               votes_seen_ == 0                 ? x
-               : params_.rows == Reduction::max ? pmax(pload<Packet>(to), x)
-                                                : padd(pload<Packet>(to), x));
+      if (votes_seen_++ > 0) {
+        for (std::int32_t p = 0; p < detail::panel_packets; ++p) {
+          const Packet before = pload<Packet>(rows_ + p * detail::packet_floats);
+          x[p] = params_.rows == Reduction::max ? pmax(before, x[p]) : padd(before, x[p]);
+        }
       }
-      ++votes_seen_;
+      store(x, rows_);
     }
     // Writes the scores of `count` rows, and begins again.
     void finish(float* scores, std::int32_t count) noexcept {
@@ -242,7 +251,7 @@ class WindowScorer {
                     : params_.group == Reduction::mean ? heads_[i] / static_cast<float>(heads_seen_)
                                                        : heads_[i];
       }
-      head_ = -1;
+      head_end_ = votes_;
       heads_seen_ = 0;
     }
 
@@ -262,7 +271,7 @@ class WindowScorer {
 
     const WindowParams& params_;
     std::int32_t votes_;
-    std::int32_t head_ = -1;
+    std::int32_t head_end_;
     std::int32_t votes_seen_ = 0;
     std::int32_t heads_seen_ = 0;
     alignas(64) float rows_[detail::panel_rows];
@@ -289,14 +298,16 @@ class WindowScorer {
           for (std::int32_t row = 0; row < count; row += detail::panel_rows) {
             for_each_query(mem, dim, row, used, [&](std::int32_t q, float* values) {
               const Packet lse = pset1<Packet>(mem.lse[index(q)]);
+              Panel x;
               for (std::int32_t p = 0; p < detail::panel_packets; ++p) {
-                float* const at = values + p * detail::packet_floats;
-                pstore(at, pexp(psub(scaled(at), lse)));
+                x[p] = pexp(psub(scaled(values + p * detail::packet_floats), lse));
               }
               if (masked) {
+                store(x, values);
                 mask(values, mem, row, count, mem.query_positions[index(q % votes)], 0.0F);
+                load(values, x);
               }
-              reduction.add(q, values, 1.0F);
+              reduction.add(q, x);
             });
             const std::int32_t rows = std::min(detail::panel_rows, count - row);
             reduction.finish(mem.raw_scores.data() + first + row, rows);
@@ -344,16 +355,14 @@ class WindowScorer {
             const bool any_hidden = masked || row + detail::panel_rows > count;
             for_each_query(mem, dim, row, used, [&](std::int32_t q, float* values) {
               const Position position = mem.query_positions[index(q % votes)];
-              Packet x[detail::panel_packets];
+              Panel x;
               for (std::int32_t p = 0; p < detail::panel_packets; ++p) {
                 x[p] = scaled(values + p * detail::packet_floats);
-                if (any_hidden) { pstore(values + p * detail::packet_floats, x[p]); }
               }
               if (any_hidden) {
+                store(x, values);
                 mask(values, mem, row, count, position, lowest);
-                for (std::int32_t p = 0; p < detail::panel_packets; ++p) {
-                  x[p] = pload<Packet>(values + p * detail::packet_floats);
-                }
+                load(values, x);
               }
               Packet highest = x[0];
               for (std::int32_t p = 1; p < detail::panel_packets; ++p) {
@@ -368,15 +377,17 @@ class WindowScorer {
                 mem.maxima[index(q)] = reference = maximum;
               }
               references_of(panel)[q] = reference;
+              for (std::int32_t p = 0; p < detail::panel_packets; ++p) {
+                x[p] = pexp(psub(x[p], pset1<Packet>(reference)));
+              }
               float* const to = exponentials_of(panel, q);
-              for (std::int32_t p = 0; p < detail::panel_packets; ++p) {
-                pstore(to + p * detail::packet_floats, pexp(psub(x[p], pset1<Packet>(reference))));
+              store(x, to);
+              if (any_hidden) {
+                mask(to, mem, row, count, position, 0.0F);
+                load(to, x);
               }
-              if (any_hidden) { mask(to, mem, row, count, position, 0.0F); }
               Packet sum = pload<Packet>(lanes_of(q));
-              for (std::int32_t p = 0; p < detail::panel_packets; ++p) {
-                sum = padd(sum, pload<Packet>(to + p * detail::packet_floats));
-              }
+              for (std::int32_t p = 0; p < detail::panel_packets; ++p) { sum = padd(sum, x[p]); }
               pstore(lanes_of(q), sum);
             });
           }
@@ -402,11 +413,15 @@ class WindowScorer {
       for (std::int32_t q = 0; q < used; ++q) {
         if (mem.votes[index(q)] == 0) { continue; }
         const float reference = references_of(panel)[q];
-        const float shrink =
-            reference == mem.maxima[index(q)] ? 1.0F : std::exp(reference - mem.maxima[index(q)]);
-        reduction.add(q,
-                      exponentials_of(panel, q),
-                      static_cast<float>(static_cast<double>(shrink) / mem.sums[index(q)]));
+        const float maximum = mem.maxima[index(q)];
+        const float shrink = reference == maximum ? 1.0F : std::exp(reference - maximum);
+        const auto factor = static_cast<float>(static_cast<double>(shrink) / mem.sums[index(q)]);
+        Panel x;
+        load(exponentials_of(panel, q), x);
+        for (std::int32_t p = 0; p < detail::panel_packets; ++p) {
+          x[p] = pmul(x[p], pset1<Packet>(factor));
+        }
+        reduction.add(q, x);
       }
       const std::int32_t rows = std::min(detail::panel_rows, live - first);
       alignas(64) float scores[detail::panel_rows];
