@@ -90,9 +90,10 @@ class EngineCache {
     max_rows_ = shape.tokens + options.spare_rows;
     max_pages_ = pages_for(max_rows_, shape.page_size);
     pages_ = shape.sequences * max_pages_;
-    row_bytes_ = static_cast<std::size_t>(shape.dim) *
-                 static_cast<std::size_t>(element_bytes(shape.dtype));
-    const std::size_t bytes = size(pages_) * size(shape.page_size) * size(shape.kv_heads) * row_bytes_;
+    row_bytes_ =
+        static_cast<std::size_t>(shape.dim) * static_cast<std::size_t>(element_bytes(shape.dtype));
+    const std::size_t bytes =
+        size(pages_) * size(shape.page_size) * size(shape.kv_heads) * row_bytes_;
     keys_ = std::make_unique_for_overwrite<std::byte[]>(bytes);
     if (options.values) { values_ = std::make_unique_for_overwrite<std::byte[]>(bytes); }
     ids_.resize(size(pages_));

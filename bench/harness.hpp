@@ -106,11 +106,10 @@ inline void report(benchmark::State& state, const Pairs& p, const Work& work) {
 /// Registers a line of the table: `make()` builds the inputs, and runs and reports once.
 template <class F>
 void line(const std::string& name, F&& f) {
-  benchmark::RegisterBenchmark(
-      name.c_str(),
-      [f = std::forward<F>(f)](benchmark::State& state) {
-        for ([[maybe_unused]] auto _ : state) { f(state); }
-      })
+  benchmark::RegisterBenchmark(name.c_str(),
+                               [f = std::forward<F>(f)](benchmark::State& state) {
+                                 for ([[maybe_unused]] auto _ : state) { f(state); }
+                               })
       ->Iterations(1)
       ->UseManualTime()
       ->Unit(benchmark::kMillisecond);

@@ -31,7 +31,8 @@ class Table : public benchmark::BenchmarkReporter {
         std::printf("%-86s %s\n", run.run_name.function_name.c_str(), run.error_message.c_str());
         continue;
       }
-      const double seconds = run.GetAdjustedRealTime() / benchmark::GetTimeUnitMultiplier(run.time_unit);
+      const double seconds =
+          run.GetAdjustedRealTime() / benchmark::GetTimeUnitMultiplier(run.time_unit);
       std::printf("%-86s %s %s %s %s %s\n",
                   run.run_name.function_name.c_str(),
                   time(seconds).c_str(),
