@@ -99,6 +99,7 @@ class EngineCache {
     ids_.resize(size(pages_));
     std::iota(ids_.begin(), ids_.end(), 0);
     std::shuffle(ids_.begin(), ids_.end(), std::mt19937(2));
+    own_ids_ = ids_;
     reset();
     const std::size_t elements = size(shape.sequences) * size(shape.kv_heads) * size(max_rows_);
     if (options.scores) {
@@ -117,8 +118,28 @@ class EngineCache {
     }
   }
 
-  /// States and positions of a prompt that was never cut; keys and values stay what they are.
+  /// What a decode step does before attention: the new row goes where the last cut left a hole, or to the end.
+  void append() {
+    for (std::int32_t q = 0; q < shape_.sequences; ++q) {
+      SequenceState& s = states_[size(q)];
+      const std::int32_t row = s.append_row >= 0 ? s.append_row : s.live_rows;
+      const std::size_t entry = size(q) * size(max_pages_) + size(row / shape_.page_size);
+      ids_[entry] = own_ids_[entry];  // a page that a cut released comes back to where it was
+      for (std::int32_t h = 0; h < shape_.kv_heads; ++h) {
+        const std::size_t i = size((q * shape_.kv_heads + h)) * size(max_rows_) + size(row);
+        if (options_.positions) { positions_[i] = Position{s.next_position}; }
+        if (options_.scores) { sums_[i] = compensations_[i] = 0.0F; }
+      }
+      ++s.live_rows;
+      ++s.next_position;
+      s.append_row = -1;
+      ++s.generation;
+    }
+  }
+
+  /// Tables, states and positions of a prompt that was never cut; keys and values stay what they are.
   void reset() {
+    std::copy(own_ids_.begin(), own_ids_.end(), ids_.begin());
     states_.assign(size(shape_.sequences), {});
     for (SequenceState& s : states_) {
       s.live_rows = s.next_position = s.next_rope_position = shape_.tokens;
@@ -192,7 +213,7 @@ class EngineCache {
   std::int32_t pages_ = 0;
   std::size_t row_bytes_ = 0;
   std::unique_ptr<std::byte[]> keys_, values_;
-  std::vector<std::int32_t> ids_;
+  std::vector<std::int32_t> ids_, own_ids_;
   std::vector<SequenceState> states_;
   std::vector<Position> positions_;
   std::vector<float> sums_, compensations_;
