@@ -169,25 +169,38 @@ inline void check_layout(const CacheView& view) {
       if (live == 0) { continue; }
       ViewFault fault;
       const std::int32_t first = view.first_row(s) / view.page_size;
+      // Where every page may be written, none may be seen twice, and whose it is does not matter.
+      const bool all_writable =
+          view.writable.ref_counts == nullptr && view.writable.bits == nullptr;
       const auto visit = [&](std::int32_t entry, PageId p) {
         if (raw(p) < 0 || raw(p) >= view.pages) {
           fault = {Status::page_out_of_range, i, t, entry, raw(p)};
-        } else if ((own[word(p)] & bit(p)) != 0 ||
-                   ((seen[word(p)] & bit(p)) != 0 && view.writable(p))) {
-          fault = {Status::page_twice, i, t, entry, raw(p)};
-        } else {
-          own[word(p)] |= bit(p);
-          seen[word(p)] |= bit(p);
+          return false;
         }
-        return fault.status == Status::ok;
+        const std::uint64_t before = seen[word(p)];
+        const bool twice = all_writable ? (before & bit(p)) != 0
+                                        : (own[word(p)] & bit(p)) != 0 ||
+                                              ((before & bit(p)) != 0 && view.writable(p));
+        if (twice) {
+          fault = {Status::page_twice, i, t, entry, raw(p)};
+          return false;
+        }
+        seen[word(p)] = before | bit(p);
+        if (!all_writable) { own[word(p)] |= bit(p); }
+        return true;
       };
+      const std::int32_t* const entries = view.table.row(s, l, h);
+      const std::int64_t v_offset = view.table.v_offset;
       for (std::int32_t e = first; e < used; ++e) {
-        if (!visit(e, view.k_page(s, l, h, e))) { return fault; }
-        if (view.table.v_offset != 0 && !visit(e, view.v_page(s, l, h, e))) { return fault; }
+        if (!visit(e, view.table.page(entries[e]))) { return fault; }
+        if (v_offset != 0 && !visit(e, view.table.page(entries[e + v_offset]))) { return fault; }
       }
+      if (all_writable) { continue; }
       for (std::int32_t e = first; e < used; ++e) {
-        own[word(view.k_page(s, l, h, e))] &= ~bit(view.k_page(s, l, h, e));
-        own[word(view.v_page(s, l, h, e))] &= ~bit(view.v_page(s, l, h, e));
+        const PageId k = view.table.page(entries[e]);
+        const PageId v = view.table.page(entries[e + v_offset]);
+        own[word(k)] &= ~bit(k);
+        own[word(v)] &= ~bit(v);
       }
     }
   }
@@ -200,9 +213,9 @@ inline void check_layout(const CacheView& view) {
 /// O(used table entries)
 [[nodiscard]] inline std::uint64_t generation_of(const CacheView& view) noexcept {
   std::uint64_t hash = 0x9E37'79B9'7F4A'7C15U;
-  const auto mix = [&](std::uint64_t x) {
-    hash = (hash ^ x) * 0xD6E8'FEB8'6659'FD93U;
-    hash ^= hash >> 32U;
+  const auto mixed = [](std::uint64_t h, std::uint64_t x) {
+    h = (h ^ x) * 0xD6E8'FEB8'6659'FD93U;
+    return h ^ (h >> 32U);
   };
   for (std::int32_t i = 0; i < view.sequences; ++i) {
     for (std::int32_t t = 0; t < view.tables_per_sequence(); ++t) {
@@ -211,24 +224,42 @@ inline void check_layout(const CacheView& view) {
       const HeadId h = view.first_head(t);
       const SequenceState state = view.state(s, l, h);
       const std::int32_t live = view.live_rows(s, l, h);
-      mix(static_cast<std::uint64_t>(live) << 32U | static_cast<std::uint32_t>(state.append_row));
-      mix(state.generation);
+      hash = mixed(
+          hash,
+          static_cast<std::uint64_t>(live) << 32U | static_cast<std::uint32_t>(state.append_row));
+      hash = mixed(hash, state.generation);
       if (live <= 0) { continue; }
       const std::int64_t rows =
           static_cast<std::int64_t>(live) + (state.append_row >= 0 ? 1 : 0) + view.first_row(s);
       const std::int64_t used = (rows + view.page_size - 1) / view.page_size;
       if (used > view.table.capacity(s, l, h)) { continue; }
-      for (std::int32_t e = 0; e < used; ++e) {
-        const PageId k = view.k_page(s, l, h, e);
-        const PageId v = view.v_page(s, l, h, e);
-        const auto held = [&](PageId p) {
-          return raw(p) >= 0 && raw(p) < view.pages && view.writable(p);
-        };
-        const std::uint64_t writable = (held(k) ? 1U : 0U) | (held(v) ? 2U : 0U);
-        mix((static_cast<std::uint64_t>(static_cast<std::uint32_t>(raw(k))) << 32U |
-             static_cast<std::uint32_t>(raw(v))) ^
-            (writable << 62U));
+      const std::int32_t* const entries = view.table.row(s, l, h);
+      const bool all_writable =
+          view.writable.ref_counts == nullptr && view.writable.bits == nullptr;
+      const auto held = [&](PageId p) {
+        return raw(p) >= 0 && raw(p) < view.pages && view.writable(p);
+      };
+      const auto word = [&](std::int64_t e) {
+        const PageId k = view.table.page(entries[e]);
+        const PageId v = view.table.page(entries[e + view.table.v_offset]);
+        const std::uint64_t pages = static_cast<std::uint64_t>(static_cast<std::uint32_t>(raw(k)))
+                                        << 32U |
+                                    static_cast<std::uint32_t>(raw(v));
+        if (all_writable) { return pages; }
+        return pages ^ (std::uint64_t{(held(k) ? 1U : 0U) | (held(v) ? 2U : 0U)} << 62U);
+      };
+      // Three chains by turns: one alone waits for its multiplication.
+      std::uint64_t c0 = 1;
+      std::uint64_t c1 = 2;
+      std::uint64_t c2 = 3;
+      std::int64_t e = 0;
+      for (; e + 3 <= used; e += 3) {
+        c0 = mixed(c0, word(e));
+        c1 = mixed(c1, word(e + 1));
+        c2 = mixed(c2, word(e + 2));
       }
+      for (; e < used; ++e) { c0 = mixed(c0, word(e)); }
+      hash = mixed(mixed(mixed(hash, c0), c1), c2);
     }
   }
   return hash;

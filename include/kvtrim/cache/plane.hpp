@@ -225,6 +225,14 @@ struct SequencePlane {
     return *reinterpret_cast<T*>(row(s, l, h, r));
   }
 
+  /// Elements of (sequence, layer, KV head) as an array of `T`; null where they do not lie side by side.
+  /// \pre the plane, if it is there, holds `T`
+  template <class T>
+  [[nodiscard]] T* array(SequenceId s, LayerId l, HeadId h) const noexcept {
+    const bool dense = base != nullptr && row_stride == static_cast<std::int64_t>(sizeof(T));
+    return dense ? reinterpret_cast<T*>(row(s, l, h, 0)) : nullptr;
+  }
+
   /// A plane over a C-order array [sequences, layers, kv_heads, rows].
   template <class T>
   [[nodiscard]] static SequencePlane dense(T* data,

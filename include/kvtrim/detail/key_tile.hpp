@@ -1,10 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Keys of one KV head as fp32 tiles in logical order, and the product of a tile with queries.
-// Every product has one fixed, zero-padded shape, so that a score does not depend on where its row lies in a page or
-// in a batch. Eigen's product is called below its front door: that one allocates beyond 128 KiB of packing space and
-// starts OpenMP threads, and the library does neither.
+// Keys of one KV head as fp32 tiles in logical order, converted on load, zeros behind the last row: what is done with a tile
+// does not depend on where a row lies in a page or in a batch.
 
 #include <kvtrim/cache/cache_view.hpp>
 #include <kvtrim/core/arena.hpp>
@@ -26,7 +24,7 @@ namespace kvtrim::detail {
 /// Floats of a tile, where its rows are not at their least.
 inline constexpr std::int32_t tile_floats = 30'720;
 
-/// Rows of a tile: a multiple of every register block of Eigen's product (12, 24, 48), 240 up to head_dim 128.
+/// Rows of a tile: a multiple of every panel of a product (8, 12, 24, 48), 240 up to head_dim 128.
 [[nodiscard]] constexpr std::int32_t tile_rows(std::int32_t head_dim) noexcept {
   const std::int32_t fitting = tile_floats / (head_dim < 1 ? 1 : head_dim) / 48 * 48;
   return fitting < 48 ? 48 : fitting > 240 ? 240 : fitting;
@@ -42,20 +40,12 @@ template <class F>
   return most;
 }
 
-/// Query rows of one product: all rows are cut into blocks of this many.
-inline constexpr std::int32_t query_block = 128;
-
-[[nodiscard]] constexpr std::int32_t padded_queries(std::int32_t rows) noexcept {
-  return (rows + 7) / 8 * 8;
-}
-
-/// Memory of the products of one work item.
+/// Memory of the tiles of one work item.
 struct TileScratch {
   std::span<float> tile;          // [tile_rows, head_dim]
   std::span<Position> positions;  // [tile_rows]
   std::span<std::uint8_t> bad;    // [tile_rows] the key is not finite
-  std::span<float> packed_keys;
-  std::span<float> packed_queries;
+  std::span<float> packed_keys;   // [tile_rows, head_dim] as products read them
 
   static TileScratch take(Arena& arena, std::int32_t head_dim) noexcept {
     const std::int64_t rows = tile_rows(head_dim);
@@ -64,59 +54,11 @@ struct TileScratch {
     s.positions = arena.take<Position>(rows);
     s.bad = arena.take<std::uint8_t>(rows);
     s.packed_keys = arena.take<float>(rows * head_dim);
-    s.packed_queries = arena.take<float>(static_cast<std::int64_t>(query_block) * head_dim);
     return s;
   }
 };
 
-// Single-threaded blocking over memory that is already there.
-struct TileBlocking : Eigen::internal::level3_blocking<float, float> {
-  TileBlocking(
-      float* a, float* b, Eigen::Index rows, Eigen::Index cols, Eigen::Index depth) noexcept {
-    m_blockA = a;
-    m_blockB = b;
-    m_mc = rows;
-    m_nc = cols;
-    m_kc = depth;
-  }
-};
-
-/// logits[q][t] = query q . key t for all rows t of the tile; queries [count, head_dim], count a multiple of 8.
-inline void multiply(const TileScratch& s,
-                     std::int32_t head_dim,
-                     const float* queries,
-                     std::int32_t count,
-                     float* logits) noexcept {
-  using Product = Eigen::internal::general_matrix_matrix_product<Eigen::Index,
-                                                                 float,
-                                                                 Eigen::RowMajor,
-                                                                 false,
-                                                                 float,
-                                                                 Eigen::ColMajor,
-                                                                 false,
-                                                                 Eigen::ColMajor,
-                                                                 1>;
-  const Eigen::Index rows = tile_rows(head_dim);
-  std::memset(logits, 0, static_cast<std::size_t>(rows * count) * sizeof(float));
-  for (std::int32_t q = 0; q < count; q += query_block) {
-    const Eigen::Index cols = std::min(query_block, count - q);
-    TileBlocking blocking(s.packed_keys.data(), s.packed_queries.data(), rows, cols, head_dim);
-    Product::run(rows,
-                 cols,
-                 head_dim,
-                 s.tile.data(),
-                 head_dim,
-                 queries + static_cast<std::int64_t>(q) * head_dim,
-                 head_dim,
-                 logits + q * rows,
-                 1,
-                 rows,
-                 1.0F,
-                 blocking,
-                 nullptr);
-  }
-}
-
+/// Whether all of x[0..n) are finite.
 [[nodiscard]] inline bool finite(const float* x, std::int32_t n) noexcept {
   std::uint32_t worst = 0;
   for (std::int32_t i = 0; i < n; ++i) {
@@ -209,15 +151,6 @@ void for_each_key_tile(const CacheView& view,
   };
   for_each_run(view, s, l, h, add, from, to);
   if (filled > 0) { flush(); }
-}
-
-/// Turns logits of one query into what softmax takes the exponential of: scaled, capped.
-inline void scale_logits(Eigen::Map<Eigen::ArrayXf> column, float scale, float soft_cap) noexcept {
-  if (soft_cap > 0) {
-    column = soft_cap * (column * (scale / soft_cap)).tanh();
-  } else {
-    column *= scale;
-  }
 }
 
 /// The scale to use: the caller's, or 1 / sqrt(head_dim).

@@ -75,7 +75,9 @@ class PlanTables {
     return view_.first_row(s) / view_.page_size;
   }
   [[nodiscard]] bool shared_entry(SequenceId s, std::int32_t t, std::int32_t e) const noexcept {
-    if (e < padding_entries(s)) { return false; }
+    const bool all_writable =
+        view_.writable.ref_counts == nullptr && view_.writable.bits == nullptr;
+    if (all_writable || e < padding_entries(s)) { return false; }
     const LayerId l = view_.first_layer(t);
     const HeadId h = view_.first_head(t);
     return !view_.writable(view_.k_page(s, l, h, e)) || !view_.writable(view_.v_page(s, l, h, e));
@@ -107,8 +109,14 @@ class PlanTables {
     std::int32_t slot = first_victim;
     if (!same) {
       const Position leaving{state.next_position - 1 - window};
-      for (std::int32_t r = 0; r < plan.live_before; ++r) {
-        if (view_.position(s, l0, h0, r) == leaving) { slot = r; }
+      const Position* const positions = view_.positions.array<Position>(s, l0, h0);
+      if (positions != nullptr) {
+        const auto at = std::find(positions, positions + plan.live_before, leaving) - positions;
+        if (at < plan.live_before) { slot = static_cast<std::int32_t>(at); }
+      } else {
+        for (std::int32_t r = 0; r < plan.live_before; ++r) {
+          if (view_.position(s, l0, h0, r) == leaving) { slot = r; }
+        }
       }
       if (any_shared && shared_entry(s, t, entry_of(s, slot))) { slot = first_victim; }
     }
@@ -161,7 +169,29 @@ class PlanTables {
     plan.live_after = plan.live_before;
     plan.pages_after = plan.pages_before;
     plan.released = 0;
-    for (std::int32_t e = 0; e < plan.pages_before; ++e) { take_entry(s, t, e, e); }
+    const EntryCopy copy = entry_copy(s, t);
+    for (std::int32_t e = 0; e < plan.pages_before; ++e) { copy(e, e); }
+  }
+
+  // Entry `to` of the new table is entry `from` of the old one, for many of them: where both lie.
+  struct EntryCopy {
+    const CacheView& view;
+    const std::int32_t* entries;
+    PageId* k;
+    PageId* v;
+    std::int32_t* sources;
+    void operator()(std::int32_t to, std::int32_t from) const noexcept {
+      k[to] = view.table.page(entries[from]);
+      v[to] = view.table.page(entries[from + view.table.v_offset]);
+      sources[to] = from;
+    }
+  };
+  [[nodiscard]] EntryCopy entry_copy(SequenceId s, std::int32_t t) const noexcept {
+    return {view_,
+            view_.table.row(s, view_.first_layer(t), view_.first_head(t)),
+            plan_.k_pages(s, t).data(),
+            plan_.v_pages(s, t).data(),
+            plan_.sources(s, t).data()};
   }
 
   // Entry `to` of the new table is entry `from` of the old one.
@@ -197,34 +227,69 @@ class PlanTables {
     std::uint8_t* const flags = entries(s, t);
     // The padding's pages stay: rows are counted from inside the last of them.
     std::fill_n(flags, pages_for(plan.first_row, view_.page_size), std::uint8_t{1});
-    const auto dropped = [&](std::int32_t r) { return flags[entry_of(s, r)] == 0; };
+    // First and last entry that goes: nothing is looked at outside of them, and no row that stays.
+    std::int32_t first = plan.pages_before;
+    std::int32_t last = -1;
     plan.pages_after = plan.pages_before;
+    const EntryCopy copy = entry_copy(s, t);
     std::int32_t pages = 0;
     for (std::int32_t e = 0; e < plan.pages_before; ++e) {
-      if (flags[e] != 0) { take_entry(s, t, pages++, e); }
+      copy(pages, e);  // overwritten unless it stays
+      pages += flags[e] != 0 ? 1 : 0;
+      if (flags[e] == 0) {
+        first = std::min(first, e);
+        last = e;
+      }
     }
     plan.pages_after = pages;
     release_entries(s, t, [&](std::int32_t e) { return flags[e] != 0; });
-    bool rotates_shared = false;
+    const auto begin_of = [&](std::int32_t e) {
+      return std::min(std::max(0, e * view_.page_size - plan.first_row), live);
+    };
+    plan.live_after = live;
+    for (std::int32_t e = first; e <= last; ++e) {
+      if (flags[e] == 0) { plan.live_after -= begin_of(e + 1) - begin_of(e); }
+    }
     for_each_head(t, [&](LayerId l, HeadId h) {
       HeadPlan& head = plan_.head(s, l, h);
       head = {};
       std::int32_t* const out = plan_.rows(s, l, h);
-      std::int32_t kept = 0;
-      for (std::int32_t r = 0; r < live; ++r) {
-        if (dropped(r)) {
-          out[head.evicted++] = raw(view_.position(s, l, h, r));
+      std::int32_t n = 0;
+      for (std::int32_t e = first; e <= last; ++e) {
+        if (flags[e] != 0) { continue; }
+        const std::int32_t begin = begin_of(e);
+        const std::int32_t count = begin_of(e + 1) - begin;
+        if (!view_.positions) {
+          for (std::int32_t i = 0; i < count; ++i) { out[n + i] = begin + i; }
         } else {
-          rotates_shared = rotates_shared || (rotates() && shared_entry(s, t, entry_of(s, r)) &&
-                                              turns(s, l, h, r, kept));
-          ++kept;
+          for (std::int32_t i = 0; i < count; ++i) {
+            out[n + i] = raw(view_.position(s, l, h, begin + i));
+          }
         }
+        n += count;
       }
-      plan.live_after = kept;
+      head.evicted = n;
     });
     if (plan.live_after == live) { plan.evicts = false; }
-    if (rotates_shared) { return Status::shared_page; }
-    return Status::ok;
+    return rotates() && rotates_shared(s, t, flags) ? Status::shared_page : Status::ok;
+  }
+
+  // Whether a row of a shared page that stays would be rotated.
+  [[nodiscard]] bool rotates_shared(SequenceId s,
+                                    std::int32_t t,
+                                    const std::uint8_t* flags) const noexcept {
+    const TablePlan& plan = table(s, t);
+    bool any = false;
+    for_each_head(t, [&](LayerId l, HeadId h) {
+      std::int32_t rank = 0;
+      for (std::int32_t r = 0; r < plan.live_before; ++r) {
+        const std::int32_t e = entry_of(s, r);
+        if (flags[e] == 0) { continue; }
+        any = any || (shared_entry(s, t, e) && turns(s, l, h, r, rank));
+        ++rank;
+      }
+    });
+    return any;
   }
 
   // Whether the key of row `r`, of rank `rank` among the kept, is rotated in the rerotator's mode.
@@ -254,7 +319,8 @@ class PlanTables {
     if (plan.append_row == plan.extent_before - 1) { plan.append_row = -1; }
     const std::int32_t extent = plan.live_after + (plan.append_row >= 0 ? 1 : 0);
     plan.pages_after = pages_for(extent + view_.first_row(s), view_.page_size);
-    for (std::int32_t e = 0; e < plan.pages_after; ++e) { take_entry(s, t, e, e); }
+    const EntryCopy copy = entry_copy(s, t);
+    for (std::int32_t e = 0; e < plan.pages_after; ++e) { copy(e, e); }
     release_entries(s, t, [&](std::int32_t e) { return e < plan.pages_after; });
     return Status::ok;
   }

@@ -166,48 +166,79 @@ class RowChoice : public PlanTables {
                                  const Demand& demand,
                                  SelectScratch& scratch,
                                  std::int64_t& nan) noexcept {
-    const auto& scores = scratch.scores;
     const std::int32_t live = plan.live_before;
     const CandidateRange range = candidates(demand.protection, live);
     if (range.count() < 1) { return false; }
-    std::int32_t first = 0;
-    std::int32_t last = live;
     // Where rows are out of order: sinks are the positions below `range.begin`, recent ones the last positions, if so
     // many of them are live; else both borders are looked for.
-    Position sink_end{range.begin};
-    Position recent_begin{state.next_position - (live - range.end)};
-    if (state.ordered) {
-      first = range.begin;
-      last = range.end;
-    } else {
+    const std::int32_t* positions = nullptr;
+    std::int32_t first = range.begin;
+    std::int32_t last = range.end;
+    std::int32_t sink_end = range.begin;
+    std::int32_t recent_begin = state.next_position - (live - range.end);
+    if (!state.ordered) {
+      first = 0;
+      last = live;
+      positions = view_.positions.array<std::int32_t>(s, l, h);
+      if (positions == nullptr) {
+        for (std::int32_t r = 0; r < live; ++r) {
+          scratch.rank_of[index(r)] = raw(view_.position(s, l, h, r));
+        }
+        positions = scratch.rank_of.data();
+      }
       std::int32_t sinks = 0;
       std::int32_t recent = 0;
       for (std::int32_t r = 0; r < live; ++r) {
-        const Position p = view_.position(s, l, h, r);
-        sinks += p < sink_end ? 1 : 0;
-        recent += p >= recent_begin ? 1 : 0;
+        sinks += positions[r] < sink_end ? 1 : 0;
+        recent += positions[r] >= recent_begin ? 1 : 0;
       }
       if (sinks != range.begin || recent != live - range.end) {
         const auto begin = scratch.order.begin();
-        for (std::int32_t r = 0; r < live; ++r) {
-          scratch.order[index(r)] = raw(view_.position(s, l, h, r));
-        }
+        std::copy_n(positions, live, begin);
         std::nth_element(begin, begin + range.begin, begin + live);
-        sink_end = Position{scratch.order[index(range.begin)]};
+        sink_end = scratch.order[index(range.begin)];
         std::nth_element(begin, begin + range.end - 1, begin + live);
-        recent_begin = Position{scratch.order[index(range.end - 1)] + 1};
+        recent_begin = scratch.order[index(range.end - 1)] + 1;
       }
     }
-    std::uint64_t lowest = ~std::uint64_t{0};
+    // The lowest key, then, among rows of that key, the last position. A block's keys are looked at again only where its
+    // lowest is the lowest so far, so that the first look needs no branch.
+    constexpr std::int32_t block = 512;
+    constexpr std::uint32_t none = ~std::uint32_t{0};  // above every key
+    std::uint32_t keys[block];
+    std::uint32_t lowest = none;
     std::int32_t victim = -1;
-    for (std::int32_t r = first; r < last; ++r) {
-      const Position p = view_.position(s, l, h, r);
-      if (!state.ordered && (p < sink_end || p >= recent_begin)) { continue; }
-      nan += is_nan(scores[index(r)]) ? 1 : 0;
-      const std::uint64_t key = row_key(scores[index(r)], p);
-      if (key < lowest) {
-        lowest = key;
-        victim = r;
+    for (std::int32_t begin = first; begin < last; begin += block) {
+      const std::int32_t n = std::min(block, last - begin);
+      const float* const scores = scratch.scores.data() + begin;
+      const std::int32_t* const at = positions == nullptr ? nullptr : positions + begin;
+      std::uint32_t nans = 0;
+      if (at == nullptr) {
+        for (std::int32_t i = 0; i < n; ++i) {
+          keys[i] = order_key(scores[i]);
+          nans += is_nan(scores[i]) ? 1U : 0U;
+        }
+      } else {
+        for (std::int32_t i = 0; i < n; ++i) {
+          // No short circuit: a branch a row would cost more than the comparison.
+          const bool candidate = static_cast<unsigned>(at[i] >= sink_end) &
+                                 static_cast<unsigned>(at[i] < recent_begin);
+          keys[i] = candidate ? order_key(scores[i]) : none;
+          nans += static_cast<unsigned>(candidate) & static_cast<unsigned>(is_nan(scores[i]));
+        }
+      }
+      nan += nans;
+      std::uint32_t least = none;
+      for (std::int32_t i = 0; i < n; ++i) { least = std::min(least, keys[i]); }
+      if (least == none || least > lowest) { continue; }
+      const auto position_of = [&](std::int32_t r) {
+        return positions == nullptr ? r : positions[r];
+      };
+      for (std::int32_t i = 0; i < n; ++i) {
+        if (keys[i] == least && (least < lowest || position_of(begin + i) > position_of(victim))) {
+          lowest = least;
+          victim = begin + i;
+        }
       }
     }
     HeadPlan& head = plan_.head(s, l, h);

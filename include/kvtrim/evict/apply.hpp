@@ -8,8 +8,10 @@
 #include <kvtrim/evict/rerotate.hpp>
 
 #include <algorithm>
+#include <bit>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <span>
 
 namespace kvtrim {
@@ -54,11 +56,9 @@ class HeadMover {
   void pack() const noexcept {
     const auto kept = plan_.kept_list(s_, l_, h_);
     const auto ranks = plan_.ranks(s_, l_, h_);
-    for_each_target(kept, table_.removal, [&](std::int32_t from, std::int32_t to, std::int32_t) {
-      const RowPlace source = place_of(view_, s_, l_, h_, from);
-      const RowPlace target = new_place(to);
-      if (!(source == target)) { move_page_data(view_, l_, h_, source, target); }
-      if (from != to) { move_sequence_data(view_, s_, l_, h_, from, to); }
+    move_rows(kept);
+    for_each_sequence_plane(view_, [&](const SequencePlane& plane) {
+      if (moves_with(plane, l_, h_)) { move_elements(kept, plane); }
     });
     if (rerotator_.mode() == PositionMode::keep) { return; }
     for_each_target(kept, table_.removal, [&](std::int32_t, std::int32_t to, std::int32_t i) {
@@ -66,18 +66,130 @@ class HeadMover {
     });
   }
 
-  void close_up() const noexcept {
-    const std::int32_t first = view_.first_row(s_);
-    const auto sources = plan_.sources(s_, t_);
-    for (std::int32_t to = 0; to < table_.live_after; ++to) {
-      const std::int32_t at = to + first;
-      const std::int32_t from =
-          sources[static_cast<std::size_t>(at / view_.page_size)] * view_.page_size +
-          at % view_.page_size - first;
-      if (from != to) { move_sequence_data(view_, s_, l_, h_, from, to); }
+  // All that lies in pages; done when it returns.
+  void move_rows(std::span<const std::int32_t> kept) const noexcept {
+    // Queues of their own: each plane's rows are two streams, all planes' rows at once would be many.
+    CopyQueue keys;
+    CopyQueue values;
+    for_each_move(kept, [&](RowPlace from, RowPlace to) {
+      push_row(keys, view_.k, from.k_page, from.slot, to.k_page, to.slot);
+      push_row(values, view_.v, from.v_page, from.slot, to.v_page, to.slot);
+    });
+    if (view_.unrotated_keys.base != nullptr) {
+      for_each_move(kept, [&](RowPlace from, RowPlace to) {
+        push_row(keys, view_.unrotated_keys, from.k_page, from.slot, to.k_page, to.slot);
+      });
     }
+    for (std::int32_t p = 0; p < view_.page_plane_count; ++p) {
+      const PagePlane& plane = view_.page_planes[p];
+      if (!moves_with(view_, plane, l_, h_)) { continue; }
+      for_each_move(kept, [&](RowPlace from, RowPlace to) {
+        keys.push(plane.row(l_, plane.of_values ? from.v_page : from.k_page, h_, from.slot),
+                  plane.row(l_, plane.of_values ? to.v_page : to.k_page, h_, to.slot),
+                  plane.row_bytes);
+      });
+    }
+  }
+
+  // Calls f(old place, new place) for each row that changes its place.
+  template <class F>
+  void for_each_move(std::span<const std::int32_t> kept, F&& f) const noexcept {
+    const auto size = static_cast<std::uint32_t>(view_.page_size);
+    const auto padding = view_.first_row(s_);
+    const auto shift = static_cast<std::uint32_t>(std::countr_zero(size));
+    const bool shifts = std::has_single_bit(size);
+    const std::int32_t* const entries = view_.table.row(s_, l_, h_);
+    const std::int64_t v_offset = view_.table.v_offset;
+    const PageId* const k_pages = plan_.k_pages(s_, t_).data();
+    const PageId* const v_pages = plan_.v_pages(s_, t_).data();
+    for_each_target(kept, table_.removal, [&](std::int32_t from, std::int32_t to, std::int32_t) {
+      const auto a = static_cast<std::uint32_t>(from + padding);
+      const auto b = static_cast<std::uint32_t>(to + padding);
+      const std::uint32_t old = shifts ? a >> shift : a / size;
+      const std::uint32_t fresh = shifts ? b >> shift : b / size;
+      const RowPlace source{view_.table.page(entries[old]),
+                            view_.table.page(entries[old + v_offset]),
+                            Slot{static_cast<std::int32_t>(a - old * size)}};
+      const RowPlace target{
+          k_pages[fresh], v_pages[fresh], Slot{static_cast<std::int32_t>(b - fresh * size)}};
+      if (!(source == target)) { f(source, target); }
+    });
+  }
+
+  void push_row(
+      CopyQueue& queue, const Plane& plane, PageId from, Slot i, PageId to, Slot j) const noexcept {
+    const std::byte* const source = plane.row(l_, from, h_, i);
+    std::byte* const target = plane.row(l_, to, h_, j);
+    if (plane.contiguous_rows()) {
+      queue.push(source, target, plane.row_bytes());
+    } else {
+      copy_row(plane, source, target);
+    }
+  }
+
+  // A plane's elements of one KV head.
+  void move_elements(std::span<const std::int32_t> kept,
+                     const SequencePlane& plane) const noexcept {
+    std::byte* const base = plane.row(s_, l_, h_, 0);
+    const auto run = [&](auto copy) {
+      for_each_target(kept, table_.removal, [&](std::int32_t from, std::int32_t to, std::int32_t) {
+        if (from != to) { copy(base + to * plane.row_stride, base + from * plane.row_stride); }
+      });
+    };
+    if (plane.element_bytes == 4) {  // a copy of known size is one instruction
+      run([](std::byte* to, const std::byte* from) { std::memcpy(to, from, 4); });
+    } else {
+      run([&](std::byte* to, const std::byte* from) {
+        std::memcpy(to, from, static_cast<std::size_t>(plane.element_bytes));
+      });
+    }
+  }
+
+  void close_up() const noexcept {
+    for_each_sequence_plane(view_, [&](const SequencePlane& plane) {
+      if (!moves_with(plane, l_, h_)) { return; }
+      for_each_kept_run([&](std::int32_t from, std::int32_t to, std::int32_t count) {
+        move_elements(plane, from, to, count);
+      });
+    });
     if (rerotator_.mode() == PositionMode::keep) { return; }
     for (std::int32_t to = 0; to < table_.live_after; ++to) { renumber(new_place(to), to, to); }
+  }
+
+  // Calls f(first row, new first row, rows) for pages that stay and follow each other, where their rows get new numbers.
+  template <class F>
+  void for_each_kept_run(F&& f) const noexcept {
+    const std::int32_t padding = view_.first_row(s_);
+    const auto sources = plan_.sources(s_, t_);
+    const auto pages = static_cast<std::int32_t>(sources.size());
+    const auto source = [&](std::int32_t e) { return sources[static_cast<std::size_t>(e)]; };
+    for (std::int32_t e = 0; e < pages;) {
+      std::int32_t end = e + 1;
+      while (end < pages && source(end) == source(e) + end - e) { ++end; }
+      const std::int32_t begin = std::max(0, e * view_.page_size - padding);
+      const std::int32_t count =
+          std::min(end * view_.page_size - padding, table_.live_after) - begin;
+      const std::int32_t from = begin + (source(e) - e) * view_.page_size;
+      if (from != begin && count > 0) { f(from, begin, count); }
+      e = end;
+    }
+  }
+
+  // Elements of rows that follow each other, towards the front.
+  void move_elements(const SequencePlane& plane,
+                     std::int32_t from,
+                     std::int32_t to,
+                     std::int32_t count) const noexcept {
+    std::byte* const source = plane.row(s_, l_, h_, from);
+    std::byte* const target = plane.row(s_, l_, h_, to);
+    const auto bytes = static_cast<std::size_t>(plane.element_bytes);
+    if (plane.row_stride == plane.element_bytes) {
+      std::memmove(target, source, static_cast<std::size_t>(count) * bytes);
+      return;
+    }
+    for (std::int32_t i = 0; i < count; ++i) {
+      std::memcpy(target + i * plane.row_stride, source + i * plane.row_stride, bytes);
+    }
   }
 
   void overwrite() const noexcept {

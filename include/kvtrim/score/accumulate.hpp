@@ -6,9 +6,13 @@
 
 #include <kvtrim/core/compensated.hpp>
 #include <kvtrim/core/order_key.hpp>
+#include <kvtrim/detail/tile_product.hpp>
 #include <kvtrim/score/accumulate_params.hpp>
 #include <kvtrim/score/scorer.hpp>
 
+#include <Eigen/Core>
+
+#include <algorithm>
 #include <cstdint>
 #include <span>
 
@@ -35,20 +39,56 @@ inline void accumulate_probabilities(const AccumulateParams& params,
                                      LayerId l,
                                      HeadId h,
                                      const Probabilities& probabilities) noexcept {
+  using namespace Eigen::internal;
+  using detail::Packet;
+  constexpr std::int32_t width = detail::packet_floats;
   const std::int32_t live = view.live_rows(s, l, h);
-  const float share = 1.0F / static_cast<float>(probabilities.group);
-  for (std::int32_t r = 0; r < live; ++r) {
-    float p = 0;
+  const Packet share = pset1<Packet>(1.0F / static_cast<float>(probabilities.group));
+  float* const all_sums = view.score_sums.array<float>(s, l, h);
+  float* const all_compensations = view.score_compensations.array<float>(s, l, h);
+  const bool dense = all_sums != nullptr && all_compensations != nullptr;
+  for (std::int32_t r = 0; r < live; r += width) {
+    // The last rows, and planes whose elements lie apart, go through the same instructions by a copy: same bits.
+    const std::int32_t n = std::min(width, live - r);
+    alignas(64) float copied_sums[width] = {};
+    alignas(64) float copied_compensations[width] = {};
+    const bool direct = dense && n == width;
+    float* const sums = direct ? all_sums + r : copied_sums;
+    float* const compensations = direct ? all_compensations + r : copied_compensations;
+    for (std::int32_t i = 0; !direct && i < n; ++i) {
+      sums[i] = view.score_sums.at<float>(s, l, h, r + i);
+      compensations[i] = view.score_compensations.at<float>(s, l, h, r + i);
+    }
+    Packet x = pset1<Packet>(0.0F);
     for (std::int32_t g = 0; g < probabilities.group; ++g) {
-      const float x = probabilities.data[g * probabilities.head_stride + r];
-      p += params.squared ? x * x : x;
+      const float* p = probabilities.data + g * probabilities.head_stride + r;
+      alignas(64) float copied[width] = {};
+      if (n < width) {
+        std::copy_n(p, n, copied);
+        p = copied;
+      }
+      const Packet y = ploadu<Packet>(p);
+      x = padd(x, params.squared ? pmul(y, y) : y);
     }
-    float& sum = view.score_sums.at<float>(s, l, h, r);
-    float& compensation = view.score_compensations.at<float>(s, l, h, r);
+    x = pmul(x, share);
     if (params.decay != 1.0F) {
-      scale_compensated(sum, compensation, static_cast<double>(params.decay));
+      for (std::int32_t i = 0; i < n; ++i) {
+        scale_compensated(sums[i], compensations[i], static_cast<double>(params.decay));
+      }
     }
-    add_compensated(sum, compensation, p * share);
+    // add_compensated
+    const Packet sum = ploadu<Packet>(sums);
+    const Packet total = padd(sum, x);
+    const Packet part = psub(total, sum);
+    const Packet rest =
+        padd(ploadu<Packet>(compensations), padd(psub(sum, psub(total, part)), psub(x, part)));
+    const Packet fresh = padd(total, rest);
+    pstoreu(sums, fresh);
+    pstoreu(compensations, psub(rest, psub(fresh, total)));
+    for (std::int32_t i = 0; !direct && i < n; ++i) {
+      view.score_sums.at<float>(s, l, h, r + i) = sums[i];
+      view.score_compensations.at<float>(s, l, h, r + i) = compensations[i];
+    }
   }
 }
 
@@ -79,6 +119,15 @@ class AccumulatedScorer {
              const Observation&,
              std::span<std::byte>,
              std::span<float> out) const noexcept {
+    const float* const sums = view.score_sums.array<float>(s, l, h);
+    const float* const compensations = view.score_compensations.array<float>(s, l, h);
+    if (!params_.age_normalised && sums != nullptr && compensations != nullptr) {
+      const auto n = static_cast<Eigen::Index>(out.size());
+      Eigen::Map<Eigen::ArrayXf>(out.data(), n) =
+          Eigen::Map<const Eigen::ArrayXf>(sums, n) +
+          Eigen::Map<const Eigen::ArrayXf>(compensations, n);
+      return;
+    }
     const std::int32_t next = view.state(s, l, h).next_position;
     for (std::size_t i = 0; i < out.size(); ++i) {
       const auto r = static_cast<std::int32_t>(i);

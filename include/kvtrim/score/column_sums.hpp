@@ -6,6 +6,7 @@
 
 #include <kvtrim/core/compensated.hpp>
 #include <kvtrim/detail/key_tile.hpp>
+#include <kvtrim/detail/tile_product.hpp>
 #include <kvtrim/score/accumulate_params.hpp>
 #include <kvtrim/score/scorer.hpp>
 
@@ -20,17 +21,26 @@
 namespace kvtrim {
 
 namespace detail {
+/// Queries that are packed at a time.
+inline constexpr std::int32_t column_sum_queries = 128;
+
 struct ColumnSumScratch {
   TileScratch tiles;
-  std::span<float> queries;  // [query_block, head_dim]
-  std::span<float> logits;   // [query_block, tile_rows]
-  std::span<float> partial;  // [tile_rows]
+  std::span<float> queries;        // [column_sum_queries, head_dim], packed
+  std::span<Position> positions;   // [column_sum_queries]
+  std::span<float> lse;            // [column_sum_queries]
+  std::span<float> weights;        // [column_sum_queries] decay; 0: the query has no vote
+  std::span<float> sums;           // [tile_rows]
+  std::span<float> compensations;  // [tile_rows]
   static ColumnSumScratch take(Arena& arena, std::int32_t head_dim) noexcept {
     ColumnSumScratch m;
     m.tiles = TileScratch::take(arena, head_dim);
-    m.queries = arena.take<float>(static_cast<std::int64_t>(query_block) * head_dim);
-    m.logits = arena.take<float>(static_cast<std::int64_t>(query_block) * tile_rows(head_dim));
-    m.partial = arena.take<float>(tile_rows(head_dim));
+    m.queries = arena.take<float>(static_cast<std::int64_t>(column_sum_queries) * head_dim);
+    m.positions = arena.take<Position>(column_sum_queries);
+    m.lse = arena.take<float>(column_sum_queries);
+    m.weights = arena.take<float>(column_sum_queries);
+    m.sums = arena.take<float>(tile_rows(head_dim));
+    m.compensations = arena.take<float>(tile_rows(head_dim));
     return m;
   }
 };
@@ -65,16 +75,16 @@ inline void accumulate_column_sums(const AccumulateParams& params,
                                    const QueryBlock& queries,
                                    LayerId query_layer,
                                    std::span<std::byte> scratch) noexcept {
+  using namespace Eigen::internal;
   Arena arena(scratch);
   const std::int32_t dim = view.k.head_dim;
-  const std::int32_t height = detail::tile_rows(dim);
   const auto mem = detail::ColumnSumScratch::take(arena, dim);
   KVTRIM_ASSERT(arena.ok() && queries.lse != nullptr);
   const std::int32_t group = queries.query_heads / view.kv_heads;
   const std::int32_t count = queries.count(s);
   const std::int32_t next = view.state(s, l, h).next_position;
-  const float scale = detail::scale_of(queries, dim);
   const float share = 1.0F / static_cast<float>(group);
+  const detail::LogitScale scaled(detail::scale_of(queries, dim), queries.soft_cap);
   const auto index = [](std::int64_t i) { return static_cast<std::size_t>(i); };
   const auto decay_after = [&](std::int32_t i) {
     return params.decay == 1.0F ? 1.0 : std::pow(static_cast<double>(params.decay), count - 1 - i);
@@ -82,76 +92,94 @@ inline void accumulate_column_sums(const AccumulateParams& params,
   const double decay_all = decay_after(-1);
 
   detail::for_each_key_tile(view, s, l, h, mem.tiles, [&](std::int32_t first, std::int32_t rows) {
-    Position oldest{std::numeric_limits<std::int32_t>::max()};
-    Position newest{-1};
-    for (std::int32_t t = 0; t < rows; ++t) {
-      oldest = std::min(oldest, mem.tiles.positions[index(t)]);
-      newest = std::max(newest, mem.tiles.positions[index(t)]);
-    }
-    Eigen::Map<Eigen::ArrayXf> partial(mem.partial.data(), height);
-    if (decay_all != 1.0) {
-      for (std::int32_t t = 0; t < rows; ++t) {
-        scale_compensated(view.score_sums.at<float>(s, l, h, first + t),
-                          view.score_compensations.at<float>(s, l, h, first + t),
-                          decay_all);
-      }
-    }
-    const auto flush = [&] {
-      for (std::int32_t t = 0; t < rows; ++t) {
-        add_compensated(view.score_sums.at<float>(s, l, h, first + t),
-                        view.score_compensations.at<float>(s, l, h, first + t),
-                        mem.partial[index(t)] * share);
-      }
+    detail::pack_keys(mem.tiles, dim, rows);
+    const auto oldest_of = [&](std::int32_t begin, std::int32_t end) {
+      return *std::min_element(mem.tiles.positions.begin() + begin,
+                               mem.tiles.positions.begin() + end);
     };
+    for (std::int32_t t = 0; t < rows; ++t) {
+      float& sum = mem.sums[index(t)];
+      float& compensation = mem.compensations[index(t)];
+      sum = view.score_sums.at<float>(s, l, h, first + t);
+      compensation = view.score_compensations.at<float>(s, l, h, first + t);
+      if (decay_all != 1.0) { scale_compensated(sum, compensation, decay_all); }
+    }
+    const Position oldest = oldest_of(0, rows);
     for (std::int32_t g = 0; g < group; ++g) {
       const std::int32_t head = raw(h) * group + g;
-      for (std::int32_t begin = 0; begin < count; begin += detail::query_block) {
-        const std::int32_t block = std::min(detail::query_block, count - begin);
+      for (std::int32_t begin = 0; begin < count; begin += detail::column_sum_queries) {
+        const std::int32_t block = std::min(detail::column_sum_queries, count - begin);
         if (queries.position(s, begin + block - 1, next) < oldest) {
           continue;
         }  // all of the tile is their future
-        for (std::int32_t i = 0; i < block; ++i) {
-          std::copy_n(queries.row(s, query_layer, head, begin + i),
-                      dim,
-                      mem.queries.data() + static_cast<std::ptrdiff_t>(i) * dim);
-        }
-        const std::int32_t padded = detail::padded_queries(block);
-        std::fill_n(mem.queries.data() + static_cast<std::ptrdiff_t>(block) * dim,
-                    static_cast<std::ptrdiff_t>(padded - block) * dim,
-                    0.0F);
-        detail::multiply(mem.tiles, dim, mem.queries.data(), padded, mem.logits.data());
-        partial.setZero();
-        for (std::int32_t i = 0; i < block; ++i) {
+        for (std::int32_t i = 0; i < detail::padded_queries(block); ++i) {
+          const float* const query =
+              i < block ? queries.row(s, query_layer, head, begin + i) : nullptr;
+          detail::pack_query(query, dim, i, mem.queries.data());
+          if (query == nullptr) { continue; }
           const float lse =
               detail::natural(queries.lse_of(s, query_layer, head, begin + i), queries.lse_base);
-          const Position position = queries.position(s, begin + i, next);
-          if (position < oldest || !detail::finite(&lse, 1) ||
-              !detail::finite(mem.queries.data() + static_cast<std::ptrdiff_t>(i) * dim, dim)) {
-            continue;
-          }
-          Eigen::Map<Eigen::ArrayXf> column(
-              mem.logits.data() + static_cast<std::ptrdiff_t>(i) * height, height);
-          detail::scale_logits(column, scale, queries.soft_cap);
-          column = (column - lse).exp();
-          if (params.squared) { column *= column; }
-          if (position < newest) {
-            for (std::int32_t t = 0; t < rows; ++t) {
-              if (mem.tiles.positions[index(t)] > position) { column[t] = 0; }
-            }
-          }
-          partial += column * static_cast<float>(decay_after(begin + i));
-          if (i % 32 == 31) {  // short fp32 sums only: the long one is compensated
-            flush();
-            partial.setZero();
-          }
+          const bool votes = detail::finite(&lse, 1) && detail::finite(query, dim);
+          mem.positions[index(i)] = queries.position(s, begin + i, next);
+          mem.lse[index(i)] = lse;
+          mem.weights[index(i)] = votes ? static_cast<float>(decay_after(begin + i)) : 0.0F;
         }
-        flush();
+        for (std::int32_t row = 0; row < rows; row += detail::panel_rows) {
+          const std::int32_t end = std::min(row + detail::panel_rows, rows);
+          const Position panel_oldest = oldest_of(row, end);
+          const Position panel_newest = *std::max_element(mem.tiles.positions.begin() + row,
+                                                          mem.tiles.positions.begin() + end);
+          // Short fp32 sums only: the long one is compensated.
+          alignas(64) float partial[detail::panel_rows] = {};
+          const auto flush = [&] {
+            for (std::int32_t t = row; t < end; ++t) {
+              add_compensated(
+                  mem.sums[index(t)], mem.compensations[index(t)], partial[t - row] * share);
+            }
+            std::fill(std::begin(partial), std::end(partial), 0.0F);
+          };
+          // Queries in front that see nothing of the panel are left out, whole register blocks of them.
+          std::int32_t seeing = 0;
+          while (seeing < block && mem.positions[index(seeing)] < panel_oldest) { ++seeing; }
+          detail::for_each_logit_block(
+              mem.tiles,
+              dim,
+              row,
+              mem.queries.data(),
+              seeing / detail::block_queries * detail::block_queries,
+              block,
+              [&](std::int32_t q, float* logits) {
+                for (std::int32_t i = q; i < std::min(q + detail::block_queries, block); ++i) {
+                  const Position position = mem.positions[index(i)];
+                  if (position < panel_oldest || mem.weights[index(i)] == 0) { continue; }
+                  float* const x = logits + static_cast<std::ptrdiff_t>(i - q) * detail::panel_rows;
+                  const auto lse = pset1<detail::Packet>(mem.lse[index(i)]);
+                  for (std::int32_t p = 0; p < detail::panel_rows; p += detail::packet_floats) {
+                    pstore(x + p, pexp(psub(scaled(x + p), lse)));
+                  }
+                  if (position < panel_newest) {
+                    for (std::int32_t t = row; t < end; ++t) {
+                      if (mem.tiles.positions[index(t)] > position) { x[t - row] = 0; }
+                    }
+                  }
+                  const auto weight = pset1<detail::Packet>(mem.weights[index(i)]);
+                  for (std::int32_t p = 0; p < detail::panel_rows; p += detail::packet_floats) {
+                    detail::Packet y = pload<detail::Packet>(x + p);
+                    if (params.squared) { y = pmul(y, y); }
+                    pstore(partial + p, pmadd(y, weight, pload<detail::Packet>(partial + p)));
+                  }
+                }
+                if ((q + detail::block_queries) % 32 == 0) { flush(); }
+              });
+          flush();
+        }
       }
     }
     for (std::int32_t t = 0; t < rows; ++t) {
-      if (mem.tiles.bad[index(t)] != 0) {
-        view.score_sums.at<float>(s, l, h, first + t) = std::numeric_limits<float>::quiet_NaN();
-      }
+      const bool bad = mem.tiles.bad[index(t)] != 0;
+      view.score_sums.at<float>(s, l, h, first + t) =
+          bad ? std::numeric_limits<float>::quiet_NaN() : mem.sums[index(t)];
+      view.score_compensations.at<float>(s, l, h, first + t) = mem.compensations[index(t)];
     }
   });
 }

@@ -6,6 +6,7 @@
 // when the sums are known: a second product costs twice the time. Over 400 lines: both forms share layout and reduction.
 
 #include <kvtrim/detail/key_tile.hpp>
+#include <kvtrim/detail/tile_product.hpp>
 #include <kvtrim/score/pooling.hpp>
 #include <kvtrim/score/scorer.hpp>
 #include <kvtrim/score/window_params.hpp>
@@ -103,49 +104,47 @@ class WindowScorer {
   }
 
  private:
-  using Column = Eigen::Map<Eigen::ArrayXf>;
+  using Packet = detail::Packet;
+  static constexpr float not_a_number = std::numeric_limits<float>::quiet_NaN();
 
   struct Layout {
     detail::TileScratch tiles;
-    std::span<float> queries;             // [padded, head_dim]
-    std::span<float> exponentials;        // [tiles, padded, tile_rows]; one tile with an LSE
-    std::span<float> tile_maxima;         // [tiles, padded]
-    std::span<float> maxima;              // [padded]
-    std::span<double> sums;               // [padded]
-    std::span<float> lse;                 // [padded]
-    std::span<std::uint8_t> votes;        // [padded] the query counts
+    std::span<float> queries;       // [padded, head_dim], packed
+    std::span<float> exponentials;  // [panels, padded, panel_rows]; none with an LSE
+    std::span<float> references;    // [panels, padded] what a panel's exponentials are relative to
+    std::span<float> maxima;        // [padded]
+    std::span<float> lane_sums;     // [padded, packet_floats]
+    std::span<double> sums;         // [padded]
+    std::span<float> lse;           // [padded]
+    std::span<std::uint8_t> votes;  // [padded] the query counts
     std::span<Position> query_positions;  // [window]
-    std::span<float> reduced;             // [tile_rows]
     std::span<float> raw_scores;          // [rows]
     std::span<float> pooled;              // [rows]
     std::span<std::int32_t> order;        // [rows]
     std::int32_t padded = 0;
-    std::int32_t tile_count = 0;
 
     static Layout take(Arena& arena,
                        std::int32_t rows,
                        std::int32_t group,
                        std::int32_t votes,
                        std::int32_t head_dim) noexcept {
-      const std::int32_t height = detail::tile_rows(head_dim);
+      const std::int64_t panels = detail::panels_of(rows);
       Layout m;
       m.padded = detail::padded_queries(group * votes);
-      m.tile_count = std::max(1, (rows + height - 1) / height);
       m.tiles = detail::TileScratch::take(arena, head_dim);
       m.queries = arena.take<float>(static_cast<std::int64_t>(m.padded) * head_dim);
-      m.tile_maxima = arena.take<float>(static_cast<std::int64_t>(m.tile_count) * m.padded);
       m.maxima = arena.take<float>(m.padded);
+      m.lane_sums = arena.take<float>(static_cast<std::int64_t>(m.padded) * detail::packet_floats);
       m.sums = arena.take<double>(m.padded);
       m.lse = arena.take<float>(m.padded);
       m.votes = arena.take<std::uint8_t>(m.padded);
       m.query_positions = arena.take<Position>(votes);
-      m.reduced = arena.take<float>(height);
       m.raw_scores = arena.take<float>(rows);
       m.pooled = arena.take<float>(rows);
       m.order = arena.take<std::int32_t>(rows);
-      // Last, so that a call that has the LSE touches one tile of it only.
-      m.exponentials =
-          arena.take<float>(static_cast<std::int64_t>(m.tile_count) * m.padded * height);
+      // Last, so that a call that has the LSE does not touch them.
+      m.references = arena.take<float>(panels * m.padded);
+      m.exponentials = arena.take<float>(panels * m.padded * detail::panel_rows);
       return m;
     }
   };
@@ -165,7 +164,9 @@ class WindowScorer {
                            const Layout& mem) noexcept {
     const std::int32_t dim = view.k.head_dim;
     const std::int32_t group = block.query_heads / view.kv_heads;
-    std::fill(mem.queries.begin(), mem.queries.end(), 0.0F);
+    for (std::int32_t q = 0; q < mem.padded; ++q) {
+      detail::pack_query(nullptr, dim, q, mem.queries.data());
+    }
     std::fill(mem.votes.begin(), mem.votes.end(), std::uint8_t{0});
     for (std::int32_t g = 0; g < group; ++g) {
       const std::int32_t head = raw(h) * group + g;
@@ -176,7 +177,7 @@ class WindowScorer {
                               ? detail::natural(block.lse_of(s, l, head, first + i), block.lse_base)
                               : 0.0F;
         if (!detail::finite(from, dim) || !detail::finite(&lse, 1)) { continue; }
-        std::copy_n(from, dim, mem.queries.data() + static_cast<std::ptrdiff_t>(q) * dim);
+        detail::pack_query(from, dim, q, mem.queries.data());
         mem.lse[index(q)] = lse;
         mem.votes[index(q)] = 1;
       }
@@ -184,11 +185,8 @@ class WindowScorer {
   }
 
   // Whether some query may not see some row of the tile.
-  static bool needs_mask(const Layout& mem,
-                         std::int32_t count,
-                         std::int32_t height,
-                         std::int32_t votes) noexcept {
-    bool any = count < height;
+  static bool needs_mask(const Layout& mem, std::int32_t count, std::int32_t votes) noexcept {
+    bool any = false;
     Position newest{-1};
     for (std::int32_t t = 0; t < count; ++t) {
       newest = std::max(newest, mem.tiles.positions[index(t)]);
@@ -199,14 +197,88 @@ class WindowScorer {
     }
     return any;
   }
-  static void mask(
-      Column column, const Layout& mem, std::int32_t count, Position query, float value) noexcept {
-    for (std::int32_t t = 0; t < column.size(); ++t) {
+  // Sets what the query may not see among the panel's rows first .. first + panel_rows of the tile.
+  static void mask(float* values,
+                   const Layout& mem,
+                   std::int32_t first,
+                   std::int32_t count,
+                   Position query,
+                   float value) noexcept {
+    for (std::int32_t i = 0; i < detail::panel_rows; ++i) {
+      const std::int32_t t = first + i;
       if (t >= count || mem.tiles.bad[index(t)] != 0 || mem.tiles.positions[index(t)] > query) {
-        column[t] = value;
+        values[i] = value;
       }
     }
   }
+
+  using Panel = Packet[detail::panel_packets];
+  static void load(const float* from, Panel& to) noexcept {
+    for (std::int32_t p = 0; p < detail::panel_packets; ++p) {
+      to[p] = Eigen::internal::pload<Packet>(from + p * detail::packet_floats);
+    }
+  }
+  static void store(const Panel& from, float* to) noexcept {
+    for (std::int32_t p = 0; p < detail::panel_packets; ++p) {
+      Eigen::internal::pstore(to + p * detail::packet_floats, from[p]);
+    }
+  }
+
+  // Reduces one panel's probabilities: over the rows of a query head, then over the heads. Queries come in their order.
+  class PanelReduction {
+   public:
+    PanelReduction(const WindowParams& params, std::int32_t votes) noexcept
+        : params_(params), votes_(votes), head_end_(votes) {}
+
+    // Probabilities of query q.
+    void add(std::int32_t q, Panel& x) noexcept {
+      using namespace Eigen::internal;
+      while (q >= head_end_) {
+        close_head();
+        head_end_ += votes_;
+      }
+      if (votes_seen_++ > 0) {
+        for (std::int32_t p = 0; p < detail::panel_packets; ++p) {
+          const Packet before = pload<Packet>(rows_ + p * detail::packet_floats);
+          x[p] = params_.rows == Reduction::max ? pmax(before, x[p]) : padd(before, x[p]);
+        }
+      }
+      store(x, rows_);
+    }
+    // Writes the scores of `count` rows, and begins again.
+    void finish(float* scores, std::int32_t count) noexcept {
+      close_head();
+      for (std::int32_t i = 0; i < count; ++i) {
+        scores[i] = heads_seen_ == 0                   ? not_a_number
+                    : params_.group == Reduction::mean ? heads_[i] / static_cast<float>(heads_seen_)
+                                                       : heads_[i];
+      }
+      head_end_ = votes_;
+      heads_seen_ = 0;
+    }
+
+   private:
+    void close_head() noexcept {
+      if (votes_seen_ == 0) { return; }
+      for (std::int32_t i = 0; i < detail::panel_rows; ++i) {
+        const float x =
+            params_.rows == Reduction::mean ? rows_[i] / static_cast<float>(votes_seen_) : rows_[i];
+        heads_[i] = heads_seen_ == 0                  ? x
+                    : params_.group == Reduction::max ? std::max(heads_[i], x)
+                                                      : heads_[i] + x;
+      }
+      ++heads_seen_;
+      votes_seen_ = 0;
+    }
+
+    const WindowParams& params_;
+    std::int32_t votes_;
+    std::int32_t head_end_;
+    std::int32_t votes_seen_ = 0;
+    std::int32_t heads_seen_ = 0;
+    alignas(64) float rows_[detail::panel_rows];
+    alignas(64) float heads_[detail::panel_rows];
+  };
 
   void attend_with_lse(const CacheView& view,
                        SequenceId s,
@@ -216,24 +288,37 @@ class WindowScorer {
                        std::int32_t votes,
                        std::int32_t group,
                        const Layout& mem) const noexcept {
+    using namespace Eigen::internal;
     const std::int32_t dim = view.k.head_dim;
-    const std::int32_t height = detail::tile_rows(dim);
     const std::int32_t used = group * votes;
-    const float scale = detail::scale_of(block, dim);
+    const detail::LogitScale scaled(detail::scale_of(block, dim), block.soft_cap);
+    PanelReduction reduction(params_, std::max(1, votes));
     detail::for_each_key_tile(
         view, s, l, h, mem.tiles, [&](std::int32_t first, std::int32_t count) {
-          float* const tile = mem.exponentials.data();
-          detail::multiply(mem.tiles, dim, mem.queries.data(), mem.padded, tile);
-          const bool masked = needs_mask(mem, count, height, votes);
-          for (std::int32_t q = 0; q < used; ++q) {
-            if (mem.votes[index(q)] == 0) { continue; }
-            Column column(tile + static_cast<std::ptrdiff_t>(q) * height, height);
-            detail::scale_logits(column, scale, block.soft_cap);
-            column = (column - mem.lse[index(q)]).exp();
-            if (masked) { mask(column, mem, count, mem.query_positions[index(q % votes)], 0.0F); }
-            mem.maxima[index(q)] = 1.0F;
+          detail::pack_keys(mem.tiles, dim, count);
+          const bool masked = needs_mask(mem, count, votes);
+          for (std::int32_t row = 0; row < count; row += detail::panel_rows) {
+            for_each_query(mem, dim, row, used, [&](std::int32_t q, float* values) {
+              const Packet lse = pset1<Packet>(mem.lse[index(q)]);
+              Panel x;
+              for (std::int32_t p = 0; p < detail::panel_packets; ++p) {
+                x[p] = pexp(psub(scaled(values + p * detail::packet_floats), lse));
+              }
+              if (masked) {
+                store(x, values);
+                mask(values, mem, row, count, mem.query_positions[index(q % votes)], 0.0F);
+                load(values, x);
+              }
+              reduction.add(q, x);
+            });
+            const std::int32_t rows = std::min(detail::panel_rows, count - row);
+            reduction.finish(mem.raw_scores.data() + first + row, rows);
+            for (std::int32_t i = 0; i < rows; ++i) {
+              if (mem.tiles.bad[index(row + i)] != 0) {
+                mem.raw_scores[index(first + row + i)] = not_a_number;
+              }
+            }
           }
-          reduce_tile(tile, mem.maxima.data(), height, votes, group, mem, first, count);
         });
   }
 
@@ -245,112 +330,123 @@ class WindowScorer {
                         std::int32_t votes,
                         std::int32_t group,
                         const Layout& mem) const noexcept {
+    using namespace Eigen::internal;
     const std::int32_t dim = view.k.head_dim;
-    const std::int32_t height = detail::tile_rows(dim);
     const std::int32_t used = group * votes;
-    const float scale = detail::scale_of(block, dim);
+    const detail::LogitScale scaled(detail::scale_of(block, dim), block.soft_cap);
     constexpr float lowest = -1e30F;
     std::fill(mem.maxima.begin(), mem.maxima.end(), lowest);
     std::fill(mem.sums.begin(), mem.sums.end(), 0.0);
-    const auto tile_at = [&](std::int32_t t) {
-      return mem.exponentials.data() + static_cast<std::ptrdiff_t>(t) * mem.padded * height;
+    std::fill(mem.lane_sums.begin(), mem.lane_sums.end(), 0.0F);
+    const auto exponentials_of = [&](std::int32_t panel, std::int32_t q) {
+      return mem.exponentials.data() +
+             (static_cast<std::ptrdiff_t>(panel) * mem.padded + q) * detail::panel_rows;
     };
-    const auto maxima_at = [&](std::int32_t t) {
-      return mem.tile_maxima.data() + static_cast<std::ptrdiff_t>(t) * mem.padded;
+    const auto references_of = [&](std::int32_t panel) {
+      return mem.references.data() + static_cast<std::ptrdiff_t>(panel) * mem.padded;
     };
-    std::int32_t tiles = 0;
+    const auto lanes_of = [&](std::int32_t q) {
+      return mem.lane_sums.data() + static_cast<std::ptrdiff_t>(q) * detail::packet_floats;
+    };
     detail::for_each_key_tile(
         view, s, l, h, mem.tiles, [&](std::int32_t first, std::int32_t count) {
-          float* const tile = tile_at(tiles);
-          detail::multiply(mem.tiles, dim, mem.queries.data(), mem.padded, tile);
-          const bool masked = needs_mask(mem, count, height, votes);
+          detail::pack_keys(mem.tiles, dim, count);
+          const bool masked = needs_mask(mem, count, votes);
+          for (std::int32_t row = 0; row < count; row += detail::panel_rows) {
+            const std::int32_t panel = (first + row) / detail::panel_rows;
+            const bool any_hidden = masked || row + detail::panel_rows > count;
+            for_each_query(mem, dim, row, used, [&](std::int32_t q, float* values) {
+              const Position position = mem.query_positions[index(q % votes)];
+              Panel x;
+              for (std::int32_t p = 0; p < detail::panel_packets; ++p) {
+                x[p] = scaled(values + p * detail::packet_floats);
+              }
+              if (any_hidden) {
+                store(x, values);
+                mask(values, mem, row, count, position, lowest);
+                load(values, x);
+              }
+              Packet highest = x[0];
+              for (std::int32_t p = 1; p < detail::panel_packets; ++p) {
+                highest = pmax(highest, x[p]);
+              }
+              // A new maximum is rare: what was summed shrinks, what was stored keeps its reference.
+              float reference = mem.maxima[index(q)];
+              if (const float maximum = predux_max(highest); maximum > reference) {
+                const float shrink = std::exp(reference - maximum);
+                mem.sums[index(q)] *= static_cast<double>(shrink);
+                pstore(lanes_of(q), pmul(pload<Packet>(lanes_of(q)), pset1<Packet>(shrink)));
+                mem.maxima[index(q)] = reference = maximum;
+              }
+              references_of(panel)[q] = reference;
+              for (std::int32_t p = 0; p < detail::panel_packets; ++p) {
+                x[p] = pexp(psub(x[p], pset1<Packet>(reference)));
+              }
+              float* const to = exponentials_of(panel, q);
+              store(x, to);
+              if (any_hidden) {
+                mask(to, mem, row, count, position, 0.0F);
+                load(to, x);
+              }
+              Packet sum = pload<Packet>(lanes_of(q));
+              for (std::int32_t p = 0; p < detail::panel_packets; ++p) { sum = padd(sum, x[p]); }
+              pstore(lanes_of(q), sum);
+            });
+          }
+          // Short fp32 sums only.
           for (std::int32_t q = 0; q < used; ++q) {
-            if (mem.votes[index(q)] == 0) { continue; }
-            Column column(tile + static_cast<std::ptrdiff_t>(q) * height, height);
-            const Position position = mem.query_positions[index(q % votes)];
-            detail::scale_logits(column, scale, block.soft_cap);
-            if (masked) { mask(column, mem, count, position, lowest); }
-            const float before = mem.maxima[index(q)];
-            const float maximum = std::max(before, column.maxCoeff());
-            column = (column - maximum).exp();
-            if (masked) { mask(column, mem, count, position, 0.0F); }
-            mem.maxima[index(q)] = maximum;
-            maxima_at(tiles)[q] = maximum;
-            mem.sums[index(q)] =
-                mem.sums[index(q)] * std::exp(static_cast<double>(before) - maximum) +
-                static_cast<double>(column.sum());
+            mem.sums[index(q)] += static_cast<double>(predux(pload<Packet>(lanes_of(q))));
+            pstore(lanes_of(q), pset1<Packet>(0.0F));
           }
           // The rows that are not finite are known only while the tile is here.
           for (std::int32_t t = 0; t < count; ++t) {
-            mem.pooled[index(first + t)] = mem.tiles.bad[index(t)] != 0 ? 1.0F : 0.0F;
+            mem.raw_scores[index(first + t)] = mem.tiles.bad[index(t)] != 0 ? not_a_number : 0.0F;
           }
-          ++tiles;
         });
     // No live row seen, or logits that overflow: no vote, where dividing would make every row NaN.
     for (std::int32_t q = 0; q < used; ++q) {
       const double sum = mem.sums[index(q)];
       if (!(sum > 0 && sum < std::numeric_limits<double>::infinity())) { mem.votes[index(q)] = 0; }
     }
+    PanelReduction reduction(params_, std::max(1, votes));
     const std::int32_t live = view.live_rows(s, l, h);
-    for (std::int32_t t = 0; t < tiles; ++t) {
+    for (std::int32_t first = 0; first < live; first += detail::panel_rows) {
+      const std::int32_t panel = first / detail::panel_rows;
       for (std::int32_t q = 0; q < used; ++q) {
         if (mem.votes[index(q)] == 0) { continue; }
-        float& factor = maxima_at(t)[q];
-        factor = static_cast<float>(std::exp(static_cast<double>(factor) - mem.maxima[index(q)]) /
-                                    mem.sums[index(q)]);
+        const float reference = references_of(panel)[q];
+        const float maximum = mem.maxima[index(q)];
+        const float shrink = reference == maximum ? 1.0F : std::exp(reference - maximum);
+        const auto factor = static_cast<float>(static_cast<double>(shrink) / mem.sums[index(q)]);
+        Panel x;
+        load(exponentials_of(panel, q), x);
+        for (std::int32_t p = 0; p < detail::panel_packets; ++p) {
+          x[p] = pmul(x[p], pset1<Packet>(factor));
+        }
+        reduction.add(q, x);
       }
-      const std::int32_t first = t * height;
-      const std::int32_t count = std::min(height, live - first);
-      for (std::int32_t i = 0; i < count; ++i) {
-        mem.tiles.bad[index(i)] = mem.pooled[index(first + i)] != 0 ? 1 : 0;
+      const std::int32_t rows = std::min(detail::panel_rows, live - first);
+      alignas(64) float scores[detail::panel_rows];
+      reduction.finish(scores, rows);
+      for (std::int32_t i = 0; i < rows; ++i) {
+        float& score = mem.raw_scores[index(first + i)];
+        score = is_nan(score) ? not_a_number : scores[i];
       }
-      reduce_tile(tile_at(t), maxima_at(t), height, votes, group, mem, first, count);
     }
   }
 
-  // raw_scores of the tile's rows from its exponentials, each query's times its factor.
-  void reduce_tile(const float* tile,
-                   const float* factors,
-                   std::int32_t height,
-                   std::int32_t votes,
-                   std::int32_t group,
-                   const Layout& mem,
-                   std::int32_t first,
-                   std::int32_t count) const noexcept {
-    Column reduced(mem.reduced.data(), height);
-    Column scores(mem.raw_scores.data() + first, count);
-    std::int32_t heads = 0;
-    for (std::int32_t g = 0; g < group; ++g) {
-      std::int32_t rows = 0;
-      for (std::int32_t i = 0; i < votes; ++i) {
-        const std::int32_t q = g * votes + i;
-        if (mem.votes[index(q)] == 0) { continue; }
-        const auto weighted = Eigen::Map<const Eigen::ArrayXf>(
-                                  tile + static_cast<std::ptrdiff_t>(q) * height, height) *
-                              factors[q];
-        if (rows++ == 0) {
-          reduced = weighted;
-        } else if (params_.rows == Reduction::max) {
-          reduced = reduced.max(weighted);
-        } else {
-          reduced += weighted;
-        }
-      }
-      if (rows == 0) { continue; }
-      if (params_.rows == Reduction::mean) { reduced /= static_cast<float>(rows); }
-      if (heads++ == 0) {
-        scores = reduced.head(count);
-      } else if (params_.group == Reduction::max) {
-        scores = scores.max(reduced.head(count));
-      } else {
-        scores += reduced.head(count);
-      }
-    }
-    if (heads == 0) { scores.setConstant(std::numeric_limits<float>::quiet_NaN()); }
-    if (params_.group == Reduction::mean && heads > 0) { scores /= static_cast<float>(heads); }
-    for (std::int32_t t = 0; t < count; ++t) {
-      if (mem.tiles.bad[index(t)] != 0) { scores[t] = std::numeric_limits<float>::quiet_NaN(); }
-    }
+  // Calls f(q, logits [panel_rows]) for each query that counts, with the panel of the packed tile that starts at `row`.
+  template <class F>
+  static void for_each_query(
+      const Layout& mem, std::int32_t dim, std::int32_t row, std::int32_t used, F&& f) noexcept {
+    detail::for_each_logit_block(
+        mem.tiles, dim, row, mem.queries.data(), 0, used, [&](std::int32_t begin, float* logits) {
+          const std::int32_t end = std::min(begin + detail::block_queries, used);
+          for (std::int32_t q = begin; q < end; ++q) {
+            if (mem.votes[index(q)] == 0) { continue; }
+            f(q, logits + static_cast<std::ptrdiff_t>(q - begin) * detail::panel_rows);
+          }
+        });
   }
 
   // raw_scores in logical order -> pooled in position order -> out by row.

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// A radix select: two histograms find the key of the last row that stays, one more pass writes the rows in order.
-// The time does not depend on the values, which a quickselect's does (all-equal and sorted scores are its bad cases).
+// A radix select: histograms find the key of the last row that stays, one more pass writes the rows in order. No branch
+// depends on a key, so that the time hardly depends on the values: a quickselect's does (all-equal and sorted scores are
+// its bad cases), and so did a first form of this one (a branch on the digit cost 5 ns a key on two random values).
 
 #include <kvtrim/core/order_key.hpp>
 #include <kvtrim/core/types.hpp>
@@ -38,25 +39,54 @@ template <unsigned Bits>
   return {digit, k};
 }
 
+// Counts digit (key >> Shift) of the keys whose higher digits are `prefix`. Two tables by turns: runs of equal keys would
+// wait for their own counter otherwise.
+template <unsigned Shift, unsigned Bits>
+[[nodiscard]] std::array<std::int32_t, (1U << Bits)> count_digits(
+    std::span<const std::uint32_t> keys, std::uint32_t prefix) noexcept {
+  constexpr std::uint32_t mask = (1U << Bits) - 1U;
+  std::array<std::int32_t, (1U << Bits)> even{};
+  std::array<std::int32_t, (1U << Bits)> odd{};
+  const auto matches = [&](std::uint32_t key) {
+    if constexpr (Shift + Bits >= 32U) {
+      return 1;
+    } else {
+      return key >> (Shift + Bits) == prefix ? 1 : 0;
+    }
+  };
+  std::size_t i = 0;
+  for (; i + 1 < keys.size(); i += 2) {
+    even[(keys[i] >> Shift) & mask] += matches(keys[i]);
+    odd[(keys[i + 1] >> Shift) & mask] += matches(keys[i + 1]);
+  }
+  if (i < keys.size()) { even[(keys[i] >> Shift) & mask] += matches(keys[i]); }
+  for (std::size_t d = 0; d < even.size(); ++d) { even[d] += odd[d]; }
+  return even;
+}
+
+// `scratch`: as many words as keys are wanted; overwritten. 11 + 11 + 10 bits: the tables stay in the first-level cache.
 [[nodiscard]] inline Threshold threshold_of(std::span<const std::uint32_t> keys,
-                                            std::int32_t k) noexcept {
+                                            std::span<std::int32_t> scratch) noexcept {
+  const auto k = static_cast<std::int32_t>(scratch.size());
   KVTRIM_ASSERT(k >= 1 && static_cast<std::size_t>(k) <= keys.size());
-  // 11 + 11 + 10 bits: each table of counts stays in the first-level cache.
-  std::array<std::int32_t, 2048> counts{};
-  for (const std::uint32_t key : keys) { ++counts[key >> 21U]; }
-  const auto high = pick_digit<11>(counts, k);
-  counts.fill(0);
+  const auto high_counts = count_digits<21, 11>(keys, 0);
+  const auto high = pick_digit<11>(high_counts, k);
+  const auto finish = [&](auto rest) {
+    const auto middle = pick_digit<11>(count_digits<10, 11>(rest, high.digit), high.left);
+    const std::uint32_t prefix = high.digit << 11U | middle.digit;
+    const auto low = pick_digit<10>(count_digits<0, 10>(rest, prefix), middle.left);
+    return Threshold{prefix << 10U | low.digit, low.left};
+  };
+  const std::int32_t same = high_counts[high.digit];
+  if (same >= k) { return finish(keys); }
+  // Few keys share the first digit, as a rule: only they are looked at again. One word more is written than they are.
+  std::int32_t n = 0;
   for (const std::uint32_t key : keys) {
-    if (key >> 21U == high.digit) { ++counts[(key >> 10U) & 0x7FFU]; }
+    scratch[static_cast<std::size_t>(n)] = static_cast<std::int32_t>(key);
+    n += key >> 21U == high.digit ? 1 : 0;
   }
-  const auto middle = pick_digit<11>(counts, high.left);
-  const std::uint32_t prefix = high.digit << 11U | middle.digit;
-  std::array<std::int32_t, 1024> low_counts{};
-  for (const std::uint32_t key : keys) {
-    if (key >> 10U == prefix) { ++low_counts[key & 0x3FFU]; }
-  }
-  const auto low = pick_digit<10>(low_counts, middle.left);
-  return {prefix << 10U | low.digit, low.left};
+  return finish(std::span(reinterpret_cast<const std::uint32_t*>(scratch.data()),
+                          static_cast<std::size_t>(same)));
 }
 
 }  // namespace detail
@@ -76,15 +106,19 @@ inline void top_k(std::span<const std::uint32_t> keys, std::span<std::int32_t> k
     for (std::size_t i = 0; i < kept.size(); ++i) { kept[i] = static_cast<std::int32_t>(i); }
     return;
   }
-  const detail::Threshold threshold =
-      detail::threshold_of(keys, static_cast<std::int32_t>(kept.size()));
-  std::int32_t equal = threshold.equal;
-  std::size_t n = 0;
-  for (std::size_t i = 0; n < kept.size(); ++i) {
-    const bool tied = keys[i] == threshold.key && equal > 0;
-    kept[n] = static_cast<std::int32_t>(i);  // overwritten unless it stays: no branch to mispredict
-    n += keys[i] > threshold.key || tied ? 1U : 0U;
-    equal -= tied ? 1 : 0;
+  const detail::Threshold threshold = detail::threshold_of(keys, kept);
+  // Up to the last tie that stays, whatever reaches the threshold stays; behind it, what exceeds it.
+  std::int32_t* to = kept.data();
+  std::int32_t* const end = to + kept.size();
+  std::size_t i = 0;
+  for (std::int32_t equal = threshold.equal; equal > 0; ++i) {
+    *to = static_cast<std::int32_t>(i);  // overwritten unless it stays: no branch to mispredict
+    to += keys[i] >= threshold.key ? 1 : 0;
+    equal -= keys[i] == threshold.key ? 1 : 0;
+  }
+  for (; to < end; ++i) {
+    *to = static_cast<std::int32_t>(i);
+    to += keys[i] > threshold.key ? 1 : 0;
   }
 }
 
