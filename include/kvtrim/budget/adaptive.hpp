@@ -51,6 +51,7 @@ struct AdaptiveHead {
 /// Working memory of `adaptive_rows`.
 struct AdaptiveScratch {
   std::span<std::uint32_t> scores;  // of the rows that compete, head after head
+  std::span<std::int32_t> words;    // of the radix select
   std::span<std::uint64_t> ties;    // (position, head) of the rows at the threshold
   std::span<std::uint64_t> head;    // keys of one head
   std::span<std::int64_t> wins;     // of each head
@@ -61,6 +62,7 @@ struct AdaptiveScratch {
                                             std::int64_t rows) noexcept {
     AdaptiveScratch s;
     s.scores = arena.take<std::uint32_t>(heads * rows);
+    s.words = arena.take<std::int32_t>(heads * rows);
     s.ties = arena.take<std::uint64_t>(heads * rows);
     s.head = arena.take<std::uint64_t>(rows);
     s.wins = arena.take<std::int64_t>(heads);
@@ -94,7 +96,8 @@ void count_wins(std::span<const AdaptiveHead> heads,
     }
   }
   if (k < 1) { return; }
-  const Threshold threshold = threshold_of(s.scores.first(n), static_cast<std::int32_t>(k));
+  const Threshold threshold =
+      threshold_of(s.scores.first(n), s.words.first(static_cast<std::size_t>(k)));
   std::size_t ties = 0;
   for (std::size_t i = 0; i < heads.size(); ++i) {
     const std::uint64_t below = limit(i);

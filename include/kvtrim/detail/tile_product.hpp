@@ -49,15 +49,19 @@ inline constexpr std::int32_t block_queries = EIGEN_ARCH_DEFAULT_NUMBER_OF_REGIS
 }
 
 /// Writes query `q` where products look for it; null: zeros. `packed` [padded_queries, head_dim].
+///
+/// \param stride  floats between the query's features
 inline void pack_query(const float* query,
                        std::int32_t head_dim,
                        std::int32_t q,
-                       float* packed) noexcept {
+                       float* packed,
+                       std::int64_t stride = 1) noexcept {
   float* const to = packed +
                     static_cast<std::ptrdiff_t>(q / block_queries) * block_queries * head_dim +
                     q % block_queries;
   for (std::int32_t d = 0; d < head_dim; ++d) {
-    to[static_cast<std::ptrdiff_t>(d) * block_queries] = query == nullptr ? 0.0F : query[d];
+    to[static_cast<std::ptrdiff_t>(d) * block_queries] =
+        query == nullptr ? 0.0F : query[d * stride];
   }
 }
 
@@ -148,6 +152,28 @@ void for_each_logit_block(const TileScratch& s,
                    head_dim,
                    logits);
     f(q, logits);
+  }
+}
+
+/// logits[q][t] = query q . row t of the whole tile: [padded_queries, tile_rows]. For scores that need a product as it is.
+///
+/// \param packed   queries, as `pack_query` wrote them
+/// \param queries  a multiple of 8
+inline void multiply(const TileScratch& s,
+                     std::int32_t head_dim,
+                     const float* packed,
+                     std::int32_t queries,
+                     float* logits) noexcept {
+  const std::int32_t rows = tile_rows(head_dim);
+  pack_keys(s, head_dim, rows);
+  for (std::int32_t first = 0; first < rows; first += panel_rows) {
+    for_each_logit_block(s, head_dim, first, packed, 0, queries, [&](std::int32_t q, float* block) {
+      for (std::int32_t i = 0; i < block_queries; ++i) {
+        std::copy_n(block + i * panel_rows,
+                    panel_rows,
+                    logits + static_cast<std::ptrdiff_t>(q + i) * rows + first);
+      }
+    });
   }
 }
 

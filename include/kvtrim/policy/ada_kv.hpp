@@ -23,7 +23,7 @@ namespace kvtrim {
 /// \par Ties
 /// the lower position, then the lower head
 /// \par Complexity
-/// as `Inner`, and O(rows of the heads that share); 24 bytes of workspace a row more
+/// as `Inner`, and O(rows of the heads that share); 32 bytes of workspace a row more
 /// \par Source
 /// Feng et al., 2024, arXiv:2407.11550; `AdaptiveForm` says how kvpress (default) and the authors' code differ
 template <class Inner>

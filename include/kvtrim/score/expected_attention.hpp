@@ -7,6 +7,7 @@
 #include <kvtrim/detail/key_tile.hpp>
 #include <kvtrim/detail/row_blocks.hpp>
 #include <kvtrim/detail/row_order.hpp>
+#include <kvtrim/detail/tile_product.hpp>
 #include <kvtrim/score/expected_attention_params.hpp>
 #include <kvtrim/score/scorer.hpp>
 
@@ -145,10 +146,12 @@ class ExpectedAttentionScorer {
  private:
   struct Layout {
     detail::TileScratch tiles;
-    std::span<float> queries;     // [group, padded, head_dim] rotated mean, then rotated covariance
-    std::span<float> products;    // [padded, tile_rows]
-    std::span<float> logits;      // [group, rows]
-    std::span<double> attention;  // [rows]
+    std::span<float>
+        statistics;  // [padded, head_dim] of one query head: rotated mean, then rotated covariance
+    std::span<float> queries;   // [group, padded, head_dim] the same of all, as products read them
+    std::span<float> products;  // [padded, tile_rows]
+    std::span<float> logits;    // [group, rows]
+    std::span<double> attention;         // [rows]
     std::span<std::int32_t> order;       // [rows]
     std::span<std::uint8_t> takes_part;  // [rows] in the softmax
     std::span<std::uint8_t> bad;         // [rows] the key is not finite
@@ -165,6 +168,7 @@ class ExpectedAttentionScorer {
       Layout m;
       m.padded = detail::padded_queries(params.covariance ? dim + 1 : 1);
       m.tiles = detail::TileScratch::take(arena, dim);
+      m.statistics = arena.take<float>(static_cast<std::int64_t>(m.padded) * dim);
       m.queries = arena.take<float>(static_cast<std::int64_t>(group) * m.padded * dim);
       m.products = arena.take<float>(static_cast<std::int64_t>(m.padded) * detail::tile_rows(dim));
       m.logits = arena.take<float>(static_cast<std::int64_t>(group) * rows);
@@ -212,10 +216,10 @@ class ExpectedAttentionScorer {
                          const Layout& mem) const noexcept {
     const std::int32_t dim = statistics.dim;
     const bool matrix = params_.covariance && statistics.covariance != nullptr;
-    std::fill(mem.queries.begin(), mem.queries.end(), 0.0F);
+    std::fill(mem.statistics.begin(), mem.statistics.end(), 0.0F);
     for (std::int32_t g = 0; g < group; ++g) {
       const std::int32_t head = raw(h) * group + g;
-      float* const mean = mem.queries.data() + static_cast<std::ptrdiff_t>(g) * mem.padded * dim;
+      float* const mean = mem.statistics.data();
       const auto row = [&](std::int32_t i) {
         return mean + static_cast<std::ptrdiff_t>(i + 1) * dim;
       };
@@ -234,6 +238,12 @@ class ExpectedAttentionScorer {
         for (std::int32_t i = 0; matrix && i < dim; ++i) { turn(by, row(i)[a], row(i)[b]); }
         for (std::int32_t i = 0; matrix && i < dim; ++i) { turn(by, row(a)[i], row(b)[i]); }
       });
+      for (std::int32_t q = 0; q < mem.padded; ++q) {
+        detail::pack_query(mean + static_cast<std::ptrdiff_t>(q) * dim,
+                           dim,
+                           q,
+                           mem.queries.data() + static_cast<std::ptrdiff_t>(g) * mem.padded * dim);
+      }
     }
   }
 

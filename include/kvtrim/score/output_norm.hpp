@@ -6,6 +6,7 @@
 
 #include <kvtrim/detail/key_tile.hpp>
 #include <kvtrim/detail/rescale.hpp>
+#include <kvtrim/detail/tile_product.hpp>
 #include <kvtrim/detail/value_view.hpp>
 #include <kvtrim/score/output_norm_params.hpp>
 #include <kvtrim/score/scorer.hpp>
@@ -92,11 +93,11 @@ class OutputNormFactor {
   }
 
  private:
-  static constexpr std::int32_t block = detail::query_block;
+  static constexpr std::int32_t block = 128;  // columns of W_O in one product
 
   struct Layout {
     detail::TileScratch tiles;
-    std::span<float> weights;     // [block, value_dim] columns of W_O
+    std::span<float> weights;     // [block, value_dim] columns of W_O, packed
     std::span<float> projected;   // [block, tile_rows]
     std::span<float> magnitudes;  // [tile_rows] of one block
     std::span<double> sums;       // [tile_rows]
@@ -123,10 +124,8 @@ class OutputNormFactor {
       const std::int32_t columns = std::min(block, hidden - first);
       const std::int32_t padded = detail::padded_queries(columns);
       for (std::int32_t c = 0; c < padded; ++c) {
-        for (std::int32_t d = 0; d < dim; ++d) {
-          mem.weights[static_cast<std::size_t>(c * dim + d)] =
-              c < columns ? w[static_cast<std::int64_t>(d) * hidden + first + c] : 0.0F;
-        }
+        detail::pack_query(
+            c < columns ? w + first + c : nullptr, dim, c, mem.weights.data(), hidden);
       }
       detail::multiply(mem.tiles, dim, mem.weights.data(), padded, mem.projected.data());
       magnitudes.setZero();

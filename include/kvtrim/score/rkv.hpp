@@ -6,6 +6,7 @@
 
 #include <kvtrim/detail/key_tile.hpp>
 #include <kvtrim/detail/row_order.hpp>
+#include <kvtrim/detail/tile_product.hpp>
 #include <kvtrim/score/pooling.hpp>
 #include <kvtrim/score/rkv_params.hpp>
 #include <kvtrim/score/scorer.hpp>
@@ -119,6 +120,7 @@ class RKVScorer {
   struct Layout {
     detail::TileScratch tiles;       // the rows that are asked
     detail::TileScratch others;      // the rows that they are compared with
+    std::span<float> packed;         // [tile_rows, head_dim] rows asked, as products read them
     std::span<float> cosines;        // [tile_rows, tile_rows] by row asked
     std::span<Position> newest;      // [tile_rows] position of the newest copy; -1: none
     std::span<std::int32_t> copies;  // [tile_rows] its live index
@@ -147,6 +149,7 @@ class RKVScorer {
       const std::int64_t tiles = (rows + m.height - 1) / m.height;
       m.tiles = detail::TileScratch::take(arena, head_dim);
       m.others = detail::TileScratch::take(arena, head_dim);
+      m.packed = arena.take<float>(static_cast<std::int64_t>(m.height) * head_dim);
       m.cosines = arena.take<float>(static_cast<std::int64_t>(m.height) * m.height);
       m.newest = arena.take<Position>(m.height);
       m.copies = arena.take<std::int32_t>(m.height);
@@ -191,12 +194,17 @@ class RKVScorer {
             mem.bad[index(first + q)] = mem.tiles.bad[index(q)];
             finite += mem.tiles.bad[index(q)] == 0 ? 1 : 0;
           }
+          for (std::int32_t q = 0; q < height; ++q) {
+            detail::pack_query(mem.tiles.tile.data() + static_cast<std::ptrdiff_t>(q) * dim,
+                               dim,
+                               q,
+                               mem.packed.data());
+          }
           std::fill(mem.newest.begin(), mem.newest.end(), Position{-1});
           detail::for_each_key_tile(
               view, s, l, h, mem.others, [&](std::int32_t begin, std::int32_t others) {
                 normalise(mem.others, dim, others);
-                detail::multiply(
-                    mem.others, dim, mem.tiles.tile.data(), height, mem.cosines.data());
+                detail::multiply(mem.others, dim, mem.packed.data(), height, mem.cosines.data());
                 for (std::int32_t q = 0; q < count; ++q) {
                   compare(mem, q, first + q - begin, begin, others, ordered);
                 }
@@ -257,7 +265,7 @@ class RKVScorer {
         const std::int32_t q = g * votes + i;
         const float* const from = block.row(s, l, raw(h) * group + g, first_vote + i);
         if (!detail::finite(from, dim)) { continue; }
-        std::copy_n(from, dim, mem.queries.data() + static_cast<std::ptrdiff_t>(q) * dim);
+        detail::pack_query(from, dim, q, mem.queries.data());
         mem.votes[index(q)] = 1;
       }
     }
@@ -265,10 +273,12 @@ class RKVScorer {
     detail::for_each_key_tile(view, s, l, h, mem.tiles, [&](std::int32_t first, std::int32_t) {
       float* const tile = mem.logits.data() + static_cast<std::ptrdiff_t>(first) * mem.padded;
       detail::multiply(mem.tiles, dim, mem.queries.data(), mem.padded, tile);
-      for (std::int32_t q = 0; q < group * votes; ++q) {
-        detail::scale_logits({tile + static_cast<std::ptrdiff_t>(q) * mem.height, mem.height},
-                             scale,
-                             block.soft_cap);
+      Eigen::Map<Eigen::ArrayXf> logits(tile,
+                                        static_cast<std::ptrdiff_t>(group) * votes * mem.height);
+      if (block.soft_cap > 0) {
+        logits = block.soft_cap * (logits * (scale / block.soft_cap)).tanh();
+      } else {
+        logits *= scale;
       }
     });
   }
