@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <span>
 
 namespace kvtrim::detail {
@@ -26,7 +27,7 @@ inline constexpr std::int32_t block_rows = 64;
 }
 
 /// Calls f(i, row, finite) for each live row of (sequence, layer, KV head): i = 0..live-1 in logical order, a hole left
-/// out.
+/// out. Only rows from .. to - 1 are looked at, and i counts from the first live one of them.
 ///
 /// \param block  [block_rows * head dim]
 template <class F>
@@ -36,11 +37,13 @@ void for_each_row(const CacheView& view,
                   HeadId h,
                   Side side,
                   std::span<float> block,
-                  F&& f) noexcept {
+                  F&& f,
+                  std::int32_t from = 0,
+                  std::int32_t to = std::numeric_limits<std::int32_t>::max()) noexcept {
   const Plane& plane = side == Side::keys ? view.k : view.v;
   const std::int32_t dim = plane.head_dim;
   std::int32_t next = 0;
-  for_each_run(view, s, l, h, [&](const Run& run) {
+  const auto add = [&](const Run& run) {
     const PageId page = side == Side::keys ? run.k_page : run.v_page;
     for (std::int32_t begin = 0; begin < run.count; begin += block_rows) {
       const std::int32_t n = std::min(block_rows, run.count - begin);
@@ -50,7 +53,8 @@ void for_each_row(const CacheView& view,
         f(next++, row, finite(row, dim));
       }
     }
-  });
+  };
+  for_each_run(view, s, l, h, add, from, to);
 }
 
 }  // namespace kvtrim::detail
