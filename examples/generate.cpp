@@ -23,7 +23,7 @@
 namespace {
 
 struct Options {
-  std::string model, prompt, prompt_file, policy = "full", cache_type = "f32";
+  std::string model, prompt, prompt_file, filters, policy = "full", cache_type = "f32";
   std::int32_t tokens = 128, page_size = 16, threads = 0;
   bool chat = false, in_cache = false;
   engine::TopPSampler::Params sampling{.temperature = 0, .top_p = 0.95F, .seed = 0};
@@ -53,13 +53,15 @@ int generate(const Options& o) {
                              " tokens is longer than the model's context of " +
                              std::to_string(context));
   }
+  std::vector<float> filters;
+  if (!o.filters.empty()) {
+    filters = program::read_filters(o.filters, engine::read_llama_shape(file));
+  }
   engine::LlamaModel model(file);
   const std::int32_t keep = spec.rows_to_keep(length, 0);
-  const program::AnyPolicy policy = spec.make(keep, kvtrim::SinkForm::pages);
-  // SnapKV and surprisal look once, at the end of the prompt; the others hold the size while tokens come.
-  const bool goes_on =
-      spec.name() != "full" && spec.name() != "snapkv" &&
-      !std::holds_alternative<kvtrim::PageSelector<kvtrim::ExternalParams>>(policy);
+  const program::AnyPolicy policy =
+      spec.make(keep, kvtrim::SinkForm::pages, program::rope_of(model.shape()));
+  const bool goes_on = !spec.acts_once();
   program::Needs needs;
   needs.add(policy);
 
@@ -73,18 +75,14 @@ int generate(const Options& o) {
   params.max_rows = std::min(length + o.tokens, model.shape().context) + 1;
   params.pages = (kvtrim::pages_for(params.max_rows, o.page_size) + 1) * program::tables_of(params);
   kvtrim::PagedCache cache(params);
-  program::Evictor evictor(model.shape(), cache, needs);
+  program::Evictor evictor(model, cache, needs, filters);
   const auto sequence = cache.try_create();
   if (!sequence) throw std::runtime_error("no free sequence");
 
   std::optional<kvtrim::Rerotator> rerotator;
   if (o.in_cache) {
-    kvtrim::Rope rope;
-    rope.inverse_frequencies = model.shape().frequencies;
-    rope.dim = model.shape().rope_dims;
-    rope.pairs = kvtrim::RopePairs::interleaved;
-    rope.same_for_all_layers = true;
-    rerotator.emplace(cache.view(), rope, kvtrim::PositionMode::in_cache);
+    rerotator.emplace(
+        cache.view(), program::rope_of(model.shape()), kvtrim::PositionMode::in_cache);
   }
   const kvtrim::PlanOptions plan{.rerotator = rerotator ? &*rerotator : nullptr};
 
@@ -114,7 +112,7 @@ int generate(const Options& o) {
     if (tokenizer.ends_text(token)) break;
     std::cout << tokenizer.decode({&token, 1}) << std::flush;
     if (++made == o.tokens) break;
-    context_full = cache.next_rope_position(*sequence) >= model.shape().context;
+    context_full = program::next_rope_position(cache, *sequence) >= model.shape().context;
     if (context_full) break;
     const engine::Segment segment{*sequence, {&token, 1}};
     checked(model.forward(cache, {&segment, 1}, engine::LogitRows::last, evictor.observer()));
@@ -128,6 +126,7 @@ int generate(const Options& o) {
                  o.in_cache ? "" : " (with --in-cache, streaming and h2o go on)");
   }
   const double mib = 1048576;
+  const std::int64_t heads = std::int64_t{params.layers} * params.kv_heads;
   std::fprintf(stderr,
                "\nprompt %d tokens in %.1f s; %d tokens generated, %.1f tokens/s; policy %s\n"
                "live rows %d of %d seen (%.2f MiB), pages in use %d (%.2f MiB), pages freed %d, "
@@ -138,13 +137,13 @@ int generate(const Options& o) {
                made,
                made > 0 ? made / watch.seconds() : 0.0,
                o.policy.c_str(),
-               cache.live_rows(*sequence),
+               static_cast<int>(program::live_rows(cache, *sequence) / heads),
                kvtrim::raw(cache.next_position(*sequence)),
                static_cast<double>(program::live_bytes(cache, *sequence)) / mib,
                cache.pool().in_use(),
                static_cast<double>(cache.pool().in_use() * cache.page_bytes()) / mib,
                total.released_pages,
-               static_cast<long long>(total.evicted_rows / (params.layers * params.kv_heads)),
+               static_cast<long long>(total.evicted_rows / heads),
                static_cast<double>(total.bytes_moved) / mib);
   return 0;
 }
@@ -162,6 +161,8 @@ int main(int argc, char** argv) {
          o.policy,
          "SPEC: full, or streaming, h2o, snapkv with :removed=0.5 or :budget=256 (see below)")
       ->capture_default_str();
+  app.add_option(
+      "--filters", o.filters, "directions for qfilter: fp32, [layers, KV heads, head dim]");
   app.add_option("--tokens", o.tokens, "at most so many new tokens")
       ->check(CLI::Range(0, 1 << 20))
       ->capture_default_str();

@@ -31,7 +31,7 @@ namespace {
 using program::Token;
 
 struct Options {
-  std::string model, prompts, ids, text, json, mode = "aware", cache_type = "f32";
+  std::string model, prompts, ids, text, json, filters, mode = "aware", cache_type = "f32";
   std::vector<std::string> policies{"full", "streaming", "h2o", "snapkv"};
   std::vector<double> removed{0.5, 0.75, 0.9};
   std::int32_t tokens = 0, page_size = 16, threads = 0;
@@ -66,8 +66,9 @@ struct Texts {
 struct Variant {
   program::PolicySpec spec;
   std::optional<double> removed;  // none: the SPEC gives a budget
-  std::int64_t evictions = 0, rows = 0, rows_before = 0, live_bytes = 0, released_pages = 0,
-               page_bytes = 0, bytes_moved = 0;
+  std::int64_t evictions = 0, rows = 0, rows_before = 0, allocated_rows = 0, live_bytes = 0,
+               released_pages = 0, page_bytes = 0, bytes_moved = 0;
+  std::int32_t heads = 1;  // of all layers
   double evict_seconds = 0, decode_seconds = 0;
   std::int64_t decoded = 0;
   std::int32_t correct = 0, prompts = 0;
@@ -76,6 +77,12 @@ struct Variant {
 
   [[nodiscard]] double perplexity() const {
     return std::exp(-log_probability / static_cast<double>(predictions));
+  }
+  // Rows of a head, and the share of the rows of its pages that they are.
+  [[nodiscard]] double rows_of_head() const { return mean(rows) / heads; }
+  [[nodiscard]] double fill() const {
+    return allocated_rows == 0 ? 1.0
+                               : static_cast<double>(rows) / static_cast<double>(allocated_rows);
   }
   [[nodiscard]] double mean(std::int64_t sum) const {
     return evictions == 0 ? 0 : static_cast<double>(sum) / static_cast<double>(evictions);
@@ -133,7 +140,12 @@ class Experiment {
         model_(file),
         variants_(std::move(variants)),
         cache_(cache_params(longest)),
-        evictor_(model_.shape(), cache_, needs_of(variants_)) {}
+        evictor_(model_,
+                 cache_,
+                 needs_of(variants_),
+                 options.filters.empty() ? std::vector<float>{}
+                                         : program::read_filters(options.filters, model_.shape())) {
+  }
 
   [[nodiscard]] std::vector<Variant>& variants() { return variants_; }
 
@@ -211,15 +223,18 @@ class Experiment {
     evictor_.fork(base, *s);
     const std::int32_t rows = cache_.live_rows(*s);
     const std::int32_t keep = v.spec.rows_to_keep(rows, v.removed.value_or(0));
-    const program::AnyPolicy policy = v.spec.make(keep, kvtrim::SinkForm::exact);
+    const program::AnyPolicy policy =
+        v.spec.make(keep, kvtrim::SinkForm::exact, program::rope_of(model_.shape()));
     const std::int32_t free_before = cache_.pool().available();
     evictor_.prepare(policy, *s);  // memory is set-up, not eviction
     const program::Stopwatch watch;
     const kvtrim::Report report = evictor_.evict(policy, *s, keep);
     v.evict_seconds += watch.seconds();
     v.evictions += 1;
-    v.rows += cache_.live_rows(*s);
-    v.rows_before += rows;
+    v.rows += report.kept_rows;
+    v.rows_before += report.kept_rows + report.evicted_rows;
+    v.allocated_rows += report.allocated_rows;
+    v.heads = cache_.params().layers * cache_.params().kv_heads;
     v.live_bytes += program::live_bytes(cache_, *s);
     v.released_pages += cache_.pool().available() - free_before;
     v.page_bytes = cache_.page_bytes();
@@ -320,6 +335,7 @@ nlohmann::ordered_json to_json(const Variant& v,
   line["retention"] = v.predictions > 0
                           ? nlohmann::ordered_json(100 * full_perplexity / v.perplexity())
                           : nlohmann::ordered_json();
+  line["fill"] = v.fill();
   line["live_bytes"] = std::llround(v.mean(v.live_bytes));
   line["released_pages"] = v.mean(v.released_pages);
   line["bytes_moved"] = std::llround(v.mean(v.bytes_moved));
@@ -337,20 +353,22 @@ void print_table(const std::vector<Variant>& variants, bool timed) {
   }
   const int w = static_cast<int>(width);
   std::printf(
-      "\n%-*s  removed   rows   MiB live  pages freed  MiB freed  MiB moved  evict ms   found  "
+      "\n%-*s  removed   rows    fill   MiB live  pages freed  MiB freed  MiB moved  evict ms   "
+      "found  "
       "perplexity  "
       "retention%s\n",
       w,
       "policy",
       timed ? "  tokens/s" : "");
   for (const Variant& v : variants) {
-    std::printf("%-*s  %6.1f%%  %5.0f  %9.2f  %11.1f  %9.2f  %9.2f  %8.2f",
+    std::printf("%-*s  %6.1f%%  %5.0f  %5.1f%%  %9.2f  %11.1f  %9.2f  %9.2f  %8.2f",
                 w,
                 v.spec.text().c_str(),
                 100 * (1 - (v.rows_before == 0 ? 1.0
                                                : static_cast<double>(v.rows) /
                                                      static_cast<double>(v.rows_before))),
-                v.mean(v.rows),
+                v.rows_of_head(),
+                100 * v.fill(),
                 v.mean(v.live_bytes) / 1048576,
                 v.mean(v.released_pages),
                 v.mean(v.released_pages * v.page_bytes) / 1048576,
@@ -488,6 +506,8 @@ int main(int argc, char** argv) {
                  o.policies,
                  "SPEC ...: full, streaming, h2o, snapkv, with :key=value,... (see below)")
       ->capture_default_str();
+  app.add_option(
+      "--filters", o.filters, "directions for qfilter: fp32, [layers, KV heads, head dim]");
   app.add_option("--removed", o.removed, "fractions removed, for policies that name no size")
       ->delimiter(',')
       ->capture_default_str();

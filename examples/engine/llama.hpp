@@ -45,6 +45,8 @@ struct LayerObservation {
   std::int32_t tokens = 0;
   std::span<const kvtrim::Position> positions;  ///< [tokens]
   std::span<const float> queries;  ///< [tokens, heads, head_dim] after RoPE, before the scale
+  std::span<const float>
+      unrotated_queries;       ///< the same before RoPE; empty unless observe_unrotated_queries()
   std::span<const float> lse;  ///< [heads, tokens] natural log; scores scaled by 1 / sqrt(head_dim)
 };
 using Observer = std::function<void(const LayerObservation&)>;
@@ -72,6 +74,14 @@ class LlamaModel {
   }
 
   [[nodiscard]] const LlamaShape& shape() const noexcept { return shape_; }
+
+  /// Whether observers get the queries before RoPE too.
+  void observe_unrotated_queries(bool yes) noexcept { observes_unrotated_ = yes; }
+
+  /// What layer `layer` multiplies the heads' outputs with, [embedding, heads * head_dim].
+  [[nodiscard]] const Matrix& output_projection(kvtrim::LayerId layer) const {
+    return weights_.layers[static_cast<std::size_t>(kvtrim::raw(layer))].attention_out;
+  }
 
   /// The extents of a cache for this model. The caller adds pages, page size, dtype, scope and sequences.
   [[nodiscard]] kvtrim::PagedCache::Params cache_params() const {
@@ -291,6 +301,7 @@ class LlamaModel {
                   kvtrim::LayerId layer) {
     const bool keep_unrotated = cache.params().unrotated_keys;
     if (keep_unrotated) unrotated_ = key_;
+    if (observes_unrotated_) unrotated_query_ = query_;
     const std::int32_t group = shape_.heads / shape_.kv_heads;
     for (std::size_t s = 0; s < segments.size(); ++s) {
       const std::int32_t tokens = size_of(segments[s]);
@@ -367,6 +378,9 @@ class LlamaModel {
       seen.positions = {positions_.data() + first_rows_[s], tokens};
       seen.queries = {query_.row(first_rows_[s]).data(),
                       tokens * static_cast<std::size_t>(query_.cols())};
+      if (observes_unrotated_) {
+        seen.unrotated_queries = {unrotated_query_.row(first_rows_[s]).data(), seen.queries.size()};
+      }
       seen.lse = {lse_.data() + first_rows_[s] * shape_.heads,
                   tokens * static_cast<std::size_t>(shape_.heads)};
       observe(seen);
@@ -418,7 +432,9 @@ class LlamaModel {
   std::vector<Eigen::Index> first_rows_;     // of each segment
   std::vector<kvtrim::Position> positions_;  // of each token of the step
   std::vector<Block> blocks_;
-  Matrix hidden_, normal_, query_, key_, value_, unrotated_, attended_, gate_, up_, logits_;
+  bool observes_unrotated_ = false;
+  Matrix hidden_, normal_, query_, unrotated_query_, key_, value_, unrotated_, attended_, gate_,
+      up_, logits_;
   std::vector<float> lse_;  // segment after segment, [heads, tokens]
 };
 

@@ -5,22 +5,37 @@
 
 #include <kvtrim/evict/evict.hpp>
 #include <kvtrim/score/accumulate.hpp>
+#include <kvtrim/score/chunked.hpp>
 #include <kvtrim/score/column_sums.hpp>
+#include <kvtrim/score/cur.hpp>
+#include <kvtrim/score/expected_attention.hpp>
 #include <kvtrim/score/external.hpp>
 #include <kvtrim/score/key_diff.hpp>
+#include <kvtrim/score/key_norm.hpp>
+#include <kvtrim/score/lag_kv.hpp>
+#include <kvtrim/score/output_norm.hpp>
 #include <kvtrim/score/pooling.hpp>
+#include <kvtrim/score/q_filter.hpp>
+#include <kvtrim/score/query_moments.hpp>
 #include <kvtrim/score/query_ring.hpp>
+#include <kvtrim/score/random.hpp>
+#include <kvtrim/score/rkv.hpp>
 #include <kvtrim/score/surprisal.hpp>
+#include <kvtrim/score/tova.hpp>
 #include <kvtrim/score/window.hpp>
 
 #include <algorithm>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <fstream>
+#include <ios>
 #include <optional>
 #include <span>
 #include <stdexcept>
 #include <string>
 #include <type_traits>
+#include <utility>
 #include <variant>
 #include <vector>
 
@@ -35,39 +50,50 @@ namespace program {
 struct Needs {
   std::int32_t window = 0;                             ///< last queries to keep; 0: none
   std::optional<kvtrim::AccumulateParams> accumulate;  ///< attention to be accumulated
-  bool surprisal = false;  ///< how unexpected each token of the prompt was
+  bool surprisal = false;   ///< how unexpected each token of the prompt was
+  bool filters = false;     ///< directions of the queries, from a file
+  bool statistics = false;  ///< mean and covariance of the prompt's queries before RoPE
+  bool output = false;      ///< the output projection
   kvtrim::TableScope scope =
       kvtrim::TableScope::group;  ///< the coarsest tables that let all of them choose
 
   /// Adds what `policy` asks for.
   /// \throws std::invalid_argument if it accumulates in another way than a policy before it
   void add(const AnyPolicy& policy) {
-    std::visit(
-        [&](const auto& p) {
-          if constexpr (kvtrim::PagePolicy<std::remove_cvref_t<decltype(p)>>) {
-            const kvtrim::TableScope asked =
-                p.unit() == kvtrim::PageUnit::per_table   ? kvtrim::TableScope::head
-                : p.unit() == kvtrim::PageUnit::per_layer ? kvtrim::TableScope::layer
-                                                          : kvtrim::TableScope::group;
-            scope = std::max(scope, asked);
-          }
-        },
-        policy);
-    if (const auto* page = std::get_if<kvtrim::PageSelector<kvtrim::WindowParams>>(&policy)) {
-      window = std::max(window, page->scorer().window);
-    }
-    surprisal =
-        surprisal || std::holds_alternative<kvtrim::PageSelector<kvtrim::ExternalParams>>(policy);
-    if (const auto* page = std::get_if<kvtrim::PageSelector<kvtrim::AccumulateParams>>(&policy))
-      add(page->scorer());
-    if (const auto* snapkv = std::get_if<kvtrim::SnapKVSelector>(&policy)) {
-      window = std::max(window, static_cast<std::int32_t>(snapkv->params().window));
-    }
-    if (const auto* heavy = std::get_if<kvtrim::HeavyHitter>(&policy)) add(heavy->scorer());
+    std::visit([&](const auto& p) { add_policy(p); }, policy);
   }
 
  private:
-  void add(const kvtrim::AccumulateParams& asked) {
+  using Scope = kvtrim::TableScope;
+
+  template <class P>
+  void add_policy(const P& p) {
+    if constexpr (kvtrim::PagePolicy<P>) {
+      scope = std::max(scope,
+                       p.unit() == kvtrim::PageUnit::per_table   ? Scope::head
+                       : p.unit() == kvtrim::PageUnit::per_layer ? Scope::layer
+                                                                 : Scope::group);
+    }
+    if constexpr (std::is_same_v<P, kvtrim::PyramidKV>) scope = std::max(scope, Scope::layer);
+    if constexpr (kvtrim::AdaptivePolicy<P>) scope = Scope::head;
+    if constexpr (kvtrim::TwoStagePolicy<P>) output = true;
+    add_scores(p.scorer());
+  }
+
+  template <class Scores>
+  void add_scores(const Scores&) {}
+  template <class Scores>
+    requires requires(const Scores& p) { p.scores; }  // of a decorator
+  void add_scores(const Scores& decorated) {
+    add_scores(decorated.scores);
+  }
+  void add_scores(const kvtrim::WindowParams& p) { window = std::max(window, p.window); }
+  void add_scores(const kvtrim::RKVParams& p) { window = std::max(window, p.window); }
+  void add_scores(const kvtrim::TovaParams&) { window = std::max(window, 1); }
+  void add_scores(const kvtrim::ExpectedAttentionParams&) { statistics = true; }
+  void add_scores(const kvtrim::QFilterParams&) { filters = true; }
+  void add_scores(const kvtrim::ExternalParams&) { surprisal = true; }
+  void add_scores(const kvtrim::AccumulateParams& asked) {
     if (accumulate && (accumulate->decay != asked.decay || accumulate->squared != asked.squared)) {
       throw std::invalid_argument(
           "h2o policies of one run share one accumulated score: decay and squared must be the "
@@ -77,11 +103,55 @@ struct Needs {
   }
 };
 
+/// How this engine's model rotates, for policies that must know; the shape must outlive them.
+[[nodiscard]] inline kvtrim::Rope rope_of(const engine::LlamaShape& shape) noexcept {
+  return {.inverse_frequencies = shape.frequencies,
+          .dim = shape.rope_dims,
+          .pairs = kvtrim::RopePairs::interleaved,
+          .same_for_all_layers = true};
+}
+
+/// Reads QFilter's directions: fp32, little endian, [layers, kv_heads, head_dim].
+/// \throws std::runtime_error if the file cannot be read, has another size, or a number is not finite
+[[nodiscard]] inline std::vector<float> read_filters(const std::string& path,
+                                                     const engine::LlamaShape& shape) {
+  const std::size_t count = static_cast<std::size_t>(shape.layers) *
+                            static_cast<std::size_t>(shape.kv_heads) *
+                            static_cast<std::size_t>(shape.head_dim);
+  std::ifstream in(path, std::ios::binary);
+  if (!in) throw std::runtime_error("filters '" + path + "' cannot be opened");
+  std::vector<float> filters(count + 1);
+  in.read(reinterpret_cast<char*>(filters.data()),
+          static_cast<std::streamsize>(filters.size() * sizeof(float)));
+  if (static_cast<std::size_t>(in.gcount()) != count * sizeof(float)) {
+    throw std::runtime_error("filters '" + path + "' must hold " + std::to_string(shape.layers) +
+                             " layers x " + std::to_string(shape.kv_heads) + " KV heads x " +
+                             std::to_string(shape.head_dim) + " floats, " +
+                             std::to_string(count * sizeof(float)) + " bytes");
+  }
+  filters.pop_back();
+  if (!std::all_of(filters.begin(), filters.end(), [](float x) { return std::isfinite(x); })) {
+    throw std::runtime_error("filters '" + path + "': a number is not finite");
+  }
+  return filters;
+}
+
 /// Watches the steps of an engine and evicts between them.
 class Evictor {
  public:
-  Evictor(const engine::LlamaShape& shape, kvtrim::PagedCache& cache, const Needs& needs)
-      : cache_(&cache), needs_(needs) {
+  /// \param filters  what `read_filters` read, for policies that need it
+  /// \throws std::invalid_argument if a policy needs filters and there are none
+  Evictor(engine::LlamaModel& model,
+          kvtrim::PagedCache& cache,
+          const Needs& needs,
+          std::vector<float> filters = {})
+      : cache_(&cache), needs_(needs), filters_(std::move(filters)) {
+    const engine::LlamaShape& shape = model.shape();
+    if (needs.filters && filters_.empty()) {
+      throw std::invalid_argument("policy qfilter needs --filters FILE: calibrated directions of " +
+                                  std::to_string(shape.layers) + " layers x " +
+                                  std::to_string(shape.kv_heads) + " KV heads");
+    }
     if (needs.window > 0) {
       ring_.emplace(kvtrim::QueryRing::Params{.sequences = cache.params().max_sequences,
                                               .layers = shape.layers,
@@ -90,6 +160,18 @@ class Evictor {
                                               .window = needs.window,
                                               .lse = true});
     }
+    if (needs.statistics) {
+      model.observe_unrotated_queries(true);
+      moments_.emplace(kvtrim::QueryMoments::Params{.sequences = cache.params().max_sequences,
+                                                    .layers = shape.layers,
+                                                    .query_heads = shape.heads,
+                                                    .head_dim = shape.head_dim});
+    }
+    if (needs.output) copy_output(model);
+    filter_vectors_ = {.data = filters_.empty() ? nullptr : filters_.data(),
+                       .dim = shape.head_dim,
+                       .layer_stride = static_cast<std::int64_t>(shape.kv_heads) * shape.head_dim,
+                       .head_stride = shape.head_dim};
     scratch_.resize(kvtrim::column_sums_scratch_bytes(shape.head_dim) *
                     static_cast<std::size_t>(executor_.workers()));
     heads_ = shape.heads;
@@ -127,10 +209,19 @@ class Evictor {
   /// Copies what was seen of a sequence to its fork.
   void fork(kvtrim::SequenceId from, kvtrim::SequenceId to) {
     if (ring_) ring_->fork(from, to);
+    if (moments_) {
+      bases_.resize(static_cast<std::size_t>(cache_->params().max_sequences));
+      bases_[static_cast<std::size_t>(kvtrim::raw(to))] = base_of(from);
+    }
   }
   /// Forgets what was seen of a sequence.
   void reset(kvtrim::SequenceId s) {
     if (ring_) ring_->reset(s);
+    if (moments_) {
+      bases_.resize(static_cast<std::size_t>(cache_->params().max_sequences));
+      bases_[static_cast<std::size_t>(kvtrim::raw(s))] = s;
+      moments_->reset(s);
+    }
   }
 
   /// Makes the workspace large enough for `evict` of sequence `s` as it is now, so that the eviction allocates nothing.
@@ -149,10 +240,16 @@ class Evictor {
                        std::int32_t keep,
                        const kvtrim::PlanOptions& options = {}) {
     prepare(policy, s);
+    if (moments_) moments_->finish(base_of(s));
     kvtrim::Observation seen = observation(s);
-    if (std::holds_alternative<kvtrim::PageSelector<kvtrim::ExternalParams>>(policy)) {
+    const bool by_surprisal = std::visit(
+        [](const auto& p) {
+          return std::is_same_v<std::remove_cvref_t<decltype(p.scorer())>, kvtrim::ExternalParams>;
+        },
+        policy);
+    if (by_surprisal) {
       if (surprisal_.size() != static_cast<std::size_t>(cache_->live_rows(s))) {
-        throw std::runtime_error("score=surprisal acts once, at the end of the prompt");
+        throw std::runtime_error("scores by surprisal act once, at the end of the prompt");
       }
       // One score a token for all layers and KV heads.
       seen.scores = kvtrim::SequencePlane::dense(surprisal_.data(), 1, 1, cache_->live_rows(s));
@@ -176,7 +273,34 @@ class Evictor {
   [[nodiscard]] kvtrim::Observation observation(kvtrim::SequenceId s) const {
     kvtrim::Observation seen;
     if (ring_) seen.queries = ring_->queries(s);
+    if (moments_) seen.statistics = moments_->statistics(base_of(s));
+    seen.filters = filter_vectors_;
+    seen.output = projection_;
     return seen;
+  }
+
+  // The sequence whose prompt `s` has: moments stay where they were gathered.
+  [[nodiscard]] kvtrim::SequenceId base_of(kvtrim::SequenceId s) const {
+    const auto i = static_cast<std::size_t>(kvtrim::raw(s));
+    return i < bases_.size() ? bases_[i] : s;
+  }
+
+  // W_O of every query head, transposed: from [hidden, heads * head_dim] to [heads, head_dim, hidden].
+  void copy_output(const engine::LlamaModel& model) {
+    const engine::LlamaShape& shape = model.shape();
+    const std::int64_t layer =
+        static_cast<std::int64_t>(shape.heads) * shape.head_dim * shape.embedding;
+    output_.resize(static_cast<std::size_t>(layer * shape.layers));
+    for (std::int32_t l = 0; l < shape.layers; ++l) {
+      Eigen::Map<engine::Matrix>(
+          output_.data() + l * layer, shape.heads * shape.head_dim, shape.embedding) =
+          model.output_projection(kvtrim::LayerId{l}).transpose();
+    }
+    projection_ = {.data = output_.data(),
+                   .query_heads = shape.heads,
+                   .value_dim = shape.head_dim,
+                   .hidden = shape.embedding,
+                   .layer_stride = layer};
   }
 
   void observe(const engine::LayerObservation& seen) {
@@ -189,13 +313,15 @@ class Evictor {
                   seen.positions.data(),
                   seen.lse.data());
     }
-    if (!needs_.accumulate) return;
     kvtrim::QueryBlock block;
-    block.data = seen.queries.data();
+    block.data = seen.unrotated_queries.data();
     block.query_heads = heads_;
     block.rows = seen.tokens;
     block.row_stride = static_cast<std::int64_t>(heads_) * head_dim_;
     block.head_stride = head_dim_;
+    if (moments_) { moments_->accumulate(seen.sequence, seen.layer, block, kvtrim::LayerId{0}); }
+    if (!needs_.accumulate) return;
+    block.data = seen.queries.data();
     block.lse = seen.lse.data();
     block.lse_head_stride = seen.tokens;
     const kvtrim::CacheView view = cache_->view(seen.sequence);
@@ -216,8 +342,14 @@ class Evictor {
   kvtrim::PagedCache* cache_;
   Needs needs_;
   engine::OpenMp executor_;
+  std::vector<float> filters_;
+  kvtrim::HeadVectors filter_vectors_;
+  std::vector<float> output_;
+  kvtrim::OutputProjection projection_;
   std::optional<kvtrim::QueryRing> ring_;
-  std::vector<float> surprisal_;  // of the last prompt, pooled
+  std::optional<kvtrim::QueryMoments> moments_;
+  std::vector<kvtrim::SequenceId> bases_;  // of each sequence, while moments are gathered
+  std::vector<float> surprisal_;           // of the last prompt, pooled
   std::vector<std::byte> scratch_;
   std::vector<std::byte> workspace_;
   std::int32_t heads_ = 0;
@@ -236,15 +368,34 @@ class Evictor {
   return kvtrim::tables_of(params.scope, params.layers, params.kv_heads);
 }
 
-/// Bytes of keys and values of the live rows of sequence `s`.
-[[nodiscard]] inline std::int64_t live_bytes(kvtrim::PagedCache& cache, kvtrim::SequenceId s) {
+/// Live rows of sequence `s`, summed over layers and KV heads.
+[[nodiscard]] inline std::int64_t live_rows(const kvtrim::PagedCache& cache, kvtrim::SequenceId s) {
   const auto& p = cache.params();
   std::int64_t rows = 0;
   for (std::int32_t l = 0; l < p.layers; ++l) {
     for (std::int32_t h = 0; h < p.kv_heads; ++h)
       rows += cache.live_rows(s, kvtrim::LayerId{l}, kvtrim::HeadId{h});
   }
-  return rows * (p.key_dim + p.value_dim) * kvtrim::element_bytes(p.dtype);
+  return rows;
+}
+
+/// Bytes of keys and values of the live rows of sequence `s`.
+[[nodiscard]] inline std::int64_t live_bytes(const kvtrim::PagedCache& cache,
+                                             kvtrim::SequenceId s) {
+  const auto& p = cache.params();
+  return live_rows(cache, s) * (p.key_dim + p.value_dim) * kvtrim::element_bytes(p.dtype);
+}
+
+/// Rope position of the next token in the head that is furthest.
+[[nodiscard]] inline std::int32_t next_rope_position(const kvtrim::PagedCache& cache,
+                                                     kvtrim::SequenceId s) {
+  const auto& p = cache.params();
+  std::int32_t next = 0;
+  for (std::int32_t l = 0; l < p.layers; ++l) {
+    for (std::int32_t h = 0; h < p.kv_heads; ++h)
+      next = std::max(next, cache.next_rope_position(s, kvtrim::LayerId{l}, kvtrim::HeadId{h}));
+  }
+  return next;
 }
 
 }  // namespace program

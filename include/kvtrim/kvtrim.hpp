@@ -48,6 +48,7 @@
 #include <kvtrim/policy/pyramid_kv.hpp>
 #include <kvtrim/policy/q_filter.hpp>
 #include <kvtrim/policy/random.hpp>
+#include <kvtrim/policy/rkv.hpp>
 #include <kvtrim/policy/snapkv_selector.hpp>
 #include <kvtrim/policy/streaming_sink.hpp>
 #include <kvtrim/policy/top_rows.hpp>
@@ -84,6 +85,8 @@
 #include <kvtrim/score/query_ring.hpp>
 #include <kvtrim/score/random.hpp>
 #include <kvtrim/score/random_params.hpp>
+#include <kvtrim/score/rkv.hpp>
+#include <kvtrim/score/rkv_params.hpp>
 #include <kvtrim/score/row_local.hpp>
 #include <kvtrim/score/scorer.hpp>
 #include <kvtrim/score/surprisal.hpp>

@@ -21,6 +21,8 @@
 #include "engine/llama.hpp"
 #include "engine/sampling.hpp"
 #include "engine/tokenizer.hpp"
+#include "program/evictor.hpp"
+#include "program/policy_spec.hpp"
 
 namespace {
 
@@ -117,6 +119,83 @@ TEST_CASE("model: without eviction the logits and 24 greedy tokens are the refer
 TEST_CASE("model: with an f16 cache the logits and 24 greedy tokens are still the reference's",
           "[model][parity]") {
   for (const auto& text : reference_texts()) agrees_with(text, kvtrim::DType::f16);
+}
+
+TEST_CASE(
+    "model: AdaKV at 75 % removed gives back all pages but a partly filled one a head, and decode "
+    "goes on",
+    "[model][adakv]") {
+  auto& model = loaded().model;
+  std::ifstream in(KVTRIM_TEST_DATA "/eval/needle.jsonl");
+  std::string line;
+  REQUIRE(std::getline(in, line));
+  const auto prompt = nlohmann::json::parse(line);
+  auto ids = prompt.at("context").get<std::vector<Token>>();
+  const auto question = prompt.at("question").get<std::vector<Token>>();
+  ids.insert(ids.end(), question.begin(), question.end());
+
+  for (const auto over : {kvtrim::AdaptiveOver::heads_of_layer, kvtrim::AdaptiveOver::all_heads}) {
+    auto params = model.cache_params();
+    params.page_size = 16;
+    params.scope = kvtrim::TableScope::head;
+    const std::int32_t heads = params.layers * params.kv_heads;
+    params.max_rows = static_cast<std::int32_t>(ids.size()) + 40;
+    params.pages = heads * kvtrim::pages_for(params.max_rows, params.page_size);
+    kvtrim::PagedCache cache(params);
+    const auto s = *cache.try_create();
+    const auto rows = static_cast<std::int32_t>(ids.size());
+    const std::int32_t budget = kvtrim::rows_kept(rows, 0.75);
+    const kvtrim::AdaKV<kvtrim::SnapKVSelector> policy({.inner = {.budget = budget}, .over = over});
+    program::Needs needs;
+    needs.add(program::PolicySpec("adakv").make(budget, kvtrim::SinkForm::exact));
+    program::Evictor evictor(model, cache, needs);
+    REQUIRE(evictor.prefill(model, s, ids) == Status::ok);
+    const std::int32_t before = cache.pool().in_use();
+    CHECK(before == heads * kvtrim::pages_for(rows, 16));
+    const kvtrim::Report report = evictor.evict(policy, s, budget);
+    CHECK(report.status == Status::ok);
+
+    // In theory: so many rows, packed. Each head may waste less than one page.
+    std::int64_t kept = 0;
+    std::int64_t pages = 0;
+    std::int32_t shortest = rows;
+    std::int32_t longest = 0;
+    for (std::int32_t l = 0; l < params.layers; ++l) {
+      for (std::int32_t h = 0; h < params.kv_heads; ++h) {
+        const std::int32_t live = cache.live_rows(s, kvtrim::LayerId{l}, kvtrim::HeadId{h});
+        kept += live;
+        pages += kvtrim::pages_for(live, 16);
+        shortest = std::min(shortest, live);
+        longest = std::max(longest, live);
+      }
+    }
+    CHECK(kept == std::int64_t{heads} * budget);
+    CHECK(longest > shortest + 16);
+    CHECK(cache.pool().in_use() == pages);
+    CHECK(cache.pool().in_use() * 16 < kept + 16 * heads);
+    CHECK(report.released_pages == before - cache.pool().in_use());
+    CHECK(report.kept_rows == kept);
+    CHECK(report.allocated_rows == std::int64_t{16} * cache.pool().in_use());
+
+    std::vector<Token> answer{engine::greedy_token(model.logits(0))};
+    while (answer.size() < 24) {
+      const Segment step{s, std::span(answer).last(1)};
+      REQUIRE(model.forward(cache, {&step, 1}, LogitRows::last) == Status::ok);
+      for (const float x : model.logits(0)) REQUIRE(std::isfinite(x));
+      answer.push_back(engine::greedy_token(model.logits(0)));
+    }
+    std::int64_t after = 0;
+    std::int64_t pages_after = 0;
+    for (std::int32_t l = 0; l < params.layers; ++l) {
+      for (std::int32_t h = 0; h < params.kv_heads; ++h) {
+        const std::int32_t live = cache.live_rows(s, kvtrim::LayerId{l}, kvtrim::HeadId{h});
+        after += live;
+        pages_after += kvtrim::pages_for(live, 16);
+      }
+    }
+    CHECK(after == kept + std::int64_t{heads} * 23);
+    CHECK(cache.pool().in_use() == pages_after);
+  }
 }
 
 TEST_CASE("model: the texts of the logits encode to their ids", "[model][tokenizer]") {

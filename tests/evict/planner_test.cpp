@@ -618,3 +618,101 @@ TEST_CASE("planner: empty sequences and an empty batch are no errors", "[planner
   std::vector<std::byte> workspace(plan_workspace_bytes(policy, plan_shape(none)));
   CHECK(plan(policy, none, {}, workspace).status() == Status::ok);
 }
+
+// --- scores that are common to a layer --------------------------------------------------------
+
+namespace {
+
+// Scores a row by its position, the same for all heads of a layer, and counts its calls.
+struct LayerCounter {
+  static constexpr bool common_to_layer = true;
+  std::int32_t* calls = nullptr;
+
+  std::size_t scratch_bytes(const PlanShape&) const noexcept { return 0; }
+  Status check(const CacheView&, const Observation&) const noexcept { return Status::ok; }
+  void score(const CacheView& view,
+             SequenceId s,
+             LayerId l,
+             HeadId h,
+             const Observation&,
+             std::span<std::byte>,
+             std::span<float> out) const noexcept {
+    ++*calls;
+    for (std::size_t r = 0; r < out.size(); ++r) {
+      const std::int32_t p = raw(view.position(s, l, h, static_cast<std::int32_t>(r)));
+      out[r] = static_cast<float>((p * 37 + raw(l) * 11) % 101);
+    }
+  }
+};
+static_assert(LayerScorer<LayerCounter>);
+
+// The same, asked for head by head.
+struct HeadCounter : LayerCounter {
+  static constexpr bool common_to_layer = false;
+};
+static_assert(!LayerScorer<HeadCounter>);
+
+template <class S>
+struct ByCounter {
+  static constexpr std::string_view name = "by_counter";
+  std::int32_t keep = 0;
+  std::int32_t* calls = nullptr;
+
+  Demand demand(const DemandInput& in) const noexcept {
+    return {std::min(keep, in.live), {}, 0, Status::ok};
+  }
+  Removal removal() const noexcept { return Removal::stable_pack; }
+  S scorer() const noexcept {
+    S s;
+    s.calls = calls;
+    return s;
+  }
+};
+
+}  // namespace
+
+TEST_CASE("planner: scores that are common to a layer are computed once for it",
+          "[planner][property]") {
+  for (const TableScope scope : {TableScope::group, TableScope::layer, TableScope::head}) {
+    PagedCache cache({.pages = 200,
+                      .page_size = 4,
+                      .layers = 2,
+                      .kv_heads = 3,
+                      .key_dim = 2,
+                      .scope = scope,
+                      .max_sequences = 2,
+                      .max_rows = 40});
+    const std::vector<float> zeros(30 * 3 * 2);
+    for (const std::int32_t tokens : {30, 8}) {
+      const auto s = cache.try_create();
+      REQUIRE(s);
+      REQUIRE(cache.try_extend(*s, tokens) == Status::ok);
+      for (std::int32_t l = 0; l < 2; ++l) {
+        cache.write(*s, LayerId{l}, {.data = zeros.data()}, {.data = zeros.data()});
+      }
+    }
+    std::int32_t by_layer = 0;
+    std::int32_t by_head = 0;
+    const ByCounter<LayerCounter> layers{10, &by_layer};
+    const ByCounter<HeadCounter> heads{10, &by_head};
+    const PlanShape shape = plan_shape(cache.view());
+    std::vector<std::byte> first(plan_workspace_bytes(layers, shape));
+    std::vector<std::byte> second(plan_workspace_bytes(heads, shape));
+    const PlanView a = plan(layers, cache.view(), {}, first);
+    const PlanView b = plan(heads, cache.view(), {}, second);
+    REQUIRE(a.status() == Status::ok);
+    CHECK(by_layer == 2);  // the second sequence is within its budget
+    CHECK(by_head == 2 * 3);
+    for (std::int32_t l = 0; l < 2; ++l) {
+      for (std::int32_t h = 0; h < 3; ++h) {
+        std::vector<std::int32_t> kept[2];
+        a.for_each_kept(
+            SequenceId{0}, LayerId{l}, HeadId{h}, [&](std::int32_t r) { kept[0].push_back(r); });
+        b.for_each_kept(
+            SequenceId{0}, LayerId{l}, HeadId{h}, [&](std::int32_t r) { kept[1].push_back(r); });
+        CHECK(kept[0].size() == 10);
+        CHECK(kept[0] == kept[1]);
+      }
+    }
+  }
+}

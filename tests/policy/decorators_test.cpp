@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <kvtrim/policy/decorators.hpp>
 
+#include <kvtrim/policy/external.hpp>
 #include <kvtrim/policy/key_diff.hpp>
 #include <kvtrim/policy/key_norm.hpp>
 #include <kvtrim/policy/page_selector.hpp>
 #include <kvtrim/policy/random.hpp>
 #include <kvtrim/policy/tova.hpp>
+#include <kvtrim/score/external.hpp>
 #include <kvtrim/score/key_diff.hpp>
 #include <kvtrim/score/output_norm.hpp>
 #include <kvtrim/score/page_accumulate.hpp>
@@ -201,4 +203,26 @@ TEST_CASE("decorators: what a decorator needs and does not get is a bad observat
   CHECK(world.evict(policy, {}).status == Status::bad_observation);
   CHECK(world.kept(0)[0].size() == 40);
   CHECK(world.evict(policy, world.observation()).status == Status::ok);
+}
+
+TEST_CASE(
+    "decorators: ready-made scores are decorated too, not taken in place of the decorated ones",
+    "[decorators]") {
+  MethodWorld world({});
+  REQUIRE(world.append(0, 40) == Status::ok);
+  std::vector<float> given(2 * 2 * 40);
+  for (std::size_t i = 0; i < given.size(); ++i) { given[i] = static_cast<float>(i * 7919 % 101); }
+  Observation obs = world.observation();
+  obs.scores = SequencePlane::dense(given.data(), 2, 2, 40);
+  std::vector<std::vector<std::int32_t>> expected;
+  for (std::size_t l = 0; l < 2; ++l) {
+    std::vector<float> mean(40);
+    for (std::size_t r = 0; r < 40; ++r) {
+      mean[r] = (given[(l * 2) * 40 + r] + given[(l * 2 + 1) * 40 + r]) / 2;
+    }
+    for (int h = 0; h < 2; ++h) { expected.push_back(test::best(mean, 13)); }
+  }
+  const TopRows<PerLayer<ExternalParams>> policy({.budget = 13});
+  REQUIRE(world.evict(policy, obs).status == Status::ok);
+  CHECK(world.kept(0) == expected);
 }

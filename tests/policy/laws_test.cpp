@@ -17,6 +17,7 @@
 #include <kvtrim/policy/pyramid_kv.hpp>
 #include <kvtrim/policy/q_filter.hpp>
 #include <kvtrim/policy/random.hpp>
+#include <kvtrim/policy/rkv.hpp>
 #include <kvtrim/policy/snapkv_selector.hpp>
 #include <kvtrim/policy/streaming_sink.hpp>
 #include <kvtrim/policy/tova.hpp>
@@ -32,6 +33,7 @@
 #include <kvtrim/score/per_layer.hpp>
 #include <kvtrim/score/q_filter.hpp>
 #include <kvtrim/score/random.hpp>
+#include <kvtrim/score/rkv.hpp>
 #include <kvtrim/score/tova.hpp>
 #include <kvtrim/score/value_norm.hpp>
 #include <kvtrim/score/window.hpp>
@@ -59,7 +61,7 @@ using test::MethodWorld;
 // clang-format off
 #define KVTRIM_POLICIES                                                                           \
   Full, StreamingSink, HeavyHitter, SnapKVSelector, PageSelector<>, External, KeyDiff, KeyNorm,   \
-  QFilter, Random, Tova, ExpectedAttention, CurKV, LagKV, ChunkKV<>, ChunkKV<KeyDiffParams>,      \
+  QFilter, Random, Tova, RKV, ExpectedAttention, CurKV, LagKV, ChunkKV<>, ChunkKV<KeyDiffParams>, \
   PyramidKV, AdaKV<SnapKVSelector>, AdaKV<KeyNorm>, CriticalKV<SnapKVSelector>,                   \
   CriticalKV<AdaKV<KeyNorm>>, TopRows<PerLayer<KeyDiffParams>>,                                   \
   TopRows<ValueNorm<KeyDiffParams>>, TopRows<OutputNorm<RandomParams>>,                           \
@@ -109,6 +111,16 @@ struct Entry<ExpectedAttention> : Usual {
     p.scores.future = 20;
     p.scores.rope = {.inverse_frequencies = frequencies, .dim = 8, .same_for_all_layers = true};
     return ExpectedAttention(p);
+  }
+};
+template <>
+struct Entry<RKV> : Usual {
+  static RKV make(std::int32_t budget) {
+    RKV::Params p;
+    p.budget = budget;
+    p.recent = 3;
+    p.scores.window = 3;
+    return RKV(p);
   }
 };
 template <>
@@ -485,6 +497,7 @@ TEST_CASE("laws: names are unique", "[laws]") {
         std::type_identity<PageSelector<>>{},
         std::type_identity<QFilter>{},
         std::type_identity<Random>{},
+        std::type_identity<RKV>{},
         std::type_identity<SnapKVSelector>{},
         std::type_identity<StreamingSink>{},
         std::type_identity<Tova>{},

@@ -4,11 +4,13 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <limits>
 #include <regex>
 #include <string>
 #include <vector>
 
 #include "catch.hpp"
+#include "program/policy_spec.hpp"
 #include "support.hpp"
 #include "tiny_model.hpp"
 
@@ -104,6 +106,56 @@ TEST_CASE("generate: each policy holds its size, in every cache type and positio
       }
     }
   }
+}
+
+TEST_CASE("generate: every policy generates on, over heads of different lengths too", "[program]") {
+  const Folder folder;
+  const std::string model = write_model(folder, "m.gguf", tiny_model());
+  const std::vector<float> filters(program_test::tiny_heads * program_test::tiny_dim, 0.5F);
+  const std::string path = folder.with(
+      "filters.f32",
+      std::string(reinterpret_cast<const char*>(filters.data()), filters.size() * sizeof(float)));
+  for (const auto& policy : program::detail::known_policies()) {
+    const auto& keys = policy.keys;
+    std::string spec = std::string(policy.name);
+    if (policy.name != "full") spec += ":budget=20";
+    if (std::find(keys.begin(), keys.end(), "kernel") != keys.end()) spec += ",window=4";
+    if (policy.name == "chunkkv") spec += ",chunk=4";
+    if (policy.name == "lagkv") spec += ",lag=6";
+    for (const bool in_cache : {false, true}) {
+      Arguments arguments{
+          "--prompt", prompt, "--policy", spec, "--tokens", "12", "--page-size", "4"};
+      if (in_cache) arguments.emplace_back("--in-cache");
+      if (policy.name == "qfilter") arguments.insert(arguments.end(), {"--filters", path});
+      const Result r = generate(model, arguments);
+      INFO(spec << (in_cache ? " in-cache\n" : "\n") << r.err);
+      REQUIRE(r.status == 0);
+      const Summary s(r.err);
+      CHECK(s.made == 12);
+      CHECK(s.live >= (policy.name == "full" ? 51 : 16));
+      CHECK(s.live <= (policy.name == "full" ? 51 : 20 + 11));
+    }
+  }
+}
+
+TEST_CASE("generate: qfilter without filters, or with another model's, is one line that says so",
+          "[program][edge]") {
+  const Folder folder;
+  const std::string model = write_model(folder, "m.gguf", tiny_model());
+  const auto run = [&](const std::vector<std::string>& more) {
+    Arguments arguments{"--prompt", prompt, "--policy", "qfilter:budget=20"};
+    arguments.insert(arguments.end(), more.begin(), more.end());
+    const Result r = generate(model, arguments);
+    CHECK(r.status == 1);
+    return r.err;
+  };
+  CHECK_THAT(run({}), ContainsSubstring("needs --filters FILE"));
+  CHECK_THAT(run({"--filters", folder.file("none")}), ContainsSubstring("cannot be opened"));
+  CHECK_THAT(run({"--filters", folder.with("short", "1234")}), ContainsSubstring("must hold"));
+  const float nan = std::numeric_limits<float>::quiet_NaN();
+  std::string bytes(reinterpret_cast<const char*>(&nan), sizeof nan);
+  bytes.resize(program_test::tiny_heads * program_test::tiny_dim * sizeof(float));
+  CHECK_THAT(run({"--filters", folder.with("nan", bytes)}), ContainsSubstring("not finite"));
 }
 
 TEST_CASE("generate: a policy that evicts nothing says what full says", "[program]") {

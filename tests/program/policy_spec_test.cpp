@@ -5,6 +5,7 @@
 #include <stdexcept>
 #include <string>
 #include <variant>
+#include <vector>
 
 #include "catch.hpp"
 
@@ -330,4 +331,118 @@ TEST_CASE("policy spec: snapkv's named configuration, and keys on top of it", "[
   CHECK(maxima.sinks == 4);
   CHECK(maxima.kernel == 7);
   CHECK(maxima.budget == 200);
+}
+
+TEST_CASE("policy spec: every name makes a policy that keeps the rows it is asked for",
+          "[program]") {
+  for (const auto& policy : program::detail::known_policies()) {
+    if (policy.name == "full") continue;
+    const auto made = PolicySpec(std::string(policy.name)).make(200, SinkForm::exact);
+    std::visit(
+        [&](const auto& p) {
+          kvtrim::DemandInput in;
+          in.live = 1000;
+          in.page_size = 1;
+          in.state.next_position = 1000;
+          in.layers = 1;
+          INFO(policy.name);
+          CHECK(p.demand(in).keep == 200);
+        },
+        made);
+  }
+}
+
+TEST_CASE("policy spec: keys of the methods that are one score reach them", "[program]") {
+  CHECK(made<kvtrim::KeyDiff>("keydiff:sinks=3,recent=7").params().recent == 7);
+  CHECK(made<kvtrim::KeyNorm>("keynorm:sinks=3").params().sinks == 3);
+  CHECK(made<kvtrim::QFilter>("qfilter:recent=2").params().recent == 2);
+  CHECK(made<kvtrim::External>("external:sinks=2").params().sinks == 2);
+  CHECK(made<kvtrim::Random>("random:seed=9").params().scores.seed == 9);
+  CHECK(made<kvtrim::Tova>("tova").params().recent == 1);
+  CHECK(made<kvtrim::Tova>("tova:protect=0").params().recent == 0);
+  const auto expected =
+      made<kvtrim::ExpectedAttention>("expected:sinks=2,future=9,epsilon=0.5,covariance=0,values=0")
+          .params();
+  CHECK(expected.sinks == 2);
+  CHECK(expected.scores.sinks == 2);
+  CHECK(expected.scores.future == 9);
+  CHECK(expected.scores.epsilon == 0.5F);
+  CHECK_FALSE(expected.scores.covariance);
+  CHECK_FALSE(expected.scores.value_norm);
+  const auto lag = made<kvtrim::LagKV>("lagkv:sinks=2,lag=10,cross=1").params();
+  CHECK(lag.sinks == 2);
+  CHECK(lag.lag == 10);
+  CHECK(lag.cross_scoring);
+  const auto cur = made<kvtrim::CurKV>("curkv:sinks=2,window=8,form=keys").params();
+  CHECK(cur.sinks == 2);
+  CHECK(cur.scores.window == 8);
+  CHECK(cur.scores.form == kvtrim::CurForm::keys);
+  const auto rkv = made<kvtrim::RKV>("rkv:config=code,window=4,kernel=3,threshold=0.25").params();
+  CHECK(rkv.recent == 4);
+  CHECK(rkv.scores.window == 4);
+  CHECK(rkv.scores.kernel == 3);
+  CHECK(rkv.scores.lambda == 0.07F);
+  CHECK(rkv.scores.threshold == 0.25F);
+  CHECK(rkv.scores.group == kvtrim::RKVGroup::logits);
+  const auto chunk =
+      made<kvtrim::ChunkKV<>>("chunkkv:chunk=8,window=16,kernel=3,rows=max").params();
+  CHECK(chunk.chunk == 8);
+  CHECK(chunk.recent == 16);
+  CHECK(chunk.scores.window == 16);
+  CHECK(chunk.scores.kernel == 3);
+  CHECK(chunk.scores.rows == Reduction::max);
+}
+
+TEST_CASE("policy spec: chunkkv counts rows, or whole chunks as kvpress does", "[program][edge]") {
+  CHECK(PolicySpec("chunkkv").rows_to_keep(1001, 0.75) == 250);
+  // 51 chunks, 12 stay; the last has one token.
+  CHECK(PolicySpec("chunkkv:form=chunks").rows_to_keep(1001, 0.75) == 221);
+  CHECK(PolicySpec("chunkkv:form=chunks,removed=0.5").rows_to_keep(1001, 0.75) == 24 * 20 + 1);
+}
+
+TEST_CASE("policy spec: keys of the methods with budgets of their own reach them", "[program]") {
+  using kvtrim::AdaKV;
+  using kvtrim::CriticalKV;
+  const auto pyramid = made<kvtrim::PyramidKV>("pyramidkv:beta=7,form=factory,window=9").params();
+  CHECK(pyramid.beta == 7);
+  CHECK(pyramid.form == kvtrim::PyramidForm::kvcache_factory);
+  CHECK(pyramid.snapkv.window == 9);
+  CHECK(pyramid.snapkv.budget == 100);
+  const auto ada =
+      made<AdaKV<SnapKVSelector>>("adakv:safeguard=0.4,form=floor,over=all,kernel=7").params();
+  CHECK(ada.safeguard == 0.4);
+  CHECK(ada.form == kvtrim::AdaptiveForm::floor);
+  CHECK(ada.over == kvtrim::AdaptiveOver::all_heads);
+  CHECK(ada.inner.kernel == 7);
+  CHECK(made<AdaKV<kvtrim::ExpectedAttention>>("adakv:score=expected,future=5")
+            .params()
+            .inner.scores.future == 5);
+  const auto critical =
+      made<CriticalKV<SnapKVSelector>>("criticalkv:first=0.3,epsilon=0.1").params();
+  CHECK(critical.first_stage == 0.3);
+  CHECK(critical.epsilon == 0.1F);
+  CHECK(made<CriticalKV<AdaKV<SnapKVSelector>>>("criticalkv:heads=adakv,safeguard=0.1")
+            .params()
+            .inner.safeguard == 0.1);
+}
+
+TEST_CASE("policy spec: the model's rotation reaches the methods that ask for it", "[program]") {
+  const std::vector<double> frequencies{1.0, 0.5};
+  const kvtrim::Rope rope{.inverse_frequencies = frequencies, .dim = 4};
+  const auto policy = PolicySpec("expected").make(100, SinkForm::exact, rope);
+  CHECK(std::get<kvtrim::ExpectedAttention>(policy).params().scores.rope.dim == 4);
+}
+
+TEST_CASE("policy spec: what a method refuses names the parameter and its value",
+          "[program][edge]") {
+  CHECK_THROWS_WITH(make("lagkv:lag=0"), ContainsSubstring("lag 0"));
+  CHECK_THROWS_WITH(make("chunkkv:chunk=0"), ContainsSubstring("chunk 0"));
+  CHECK_THROWS_WITH(make("adakv:safeguard=2"), ContainsSubstring("safeguard 2"));
+  CHECK_THROWS_WITH(make("criticalkv:first=-1"), ContainsSubstring("first_stage -1"));
+  CHECK_THROWS_WITH(make("pyramidkv:beta=0"), ContainsSubstring("beta 0"));
+  CHECK_THROWS_WITH(make("expected:future=0"), ContainsSubstring("future 0"));
+  CHECK_THROWS_WITH(make("rkv:lambda=3"), ContainsSubstring("lambda 3"));
+  CHECK_THROWS_WITH(make("curkv:window=-1"), ContainsSubstring("window -1"));
+  CHECK_THROWS_WITH(make("keydiff:sinks=-1"), ContainsSubstring("sinks -1"));
+  CHECK_THROWS_WITH(make("tova:protect=2"), ContainsSubstring("known are 0, 1"));
 }

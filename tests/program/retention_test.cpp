@@ -21,6 +21,7 @@
 #include "engine/llama.hpp"
 #include "engine/sampling.hpp"
 #include "engine/tokenizer.hpp"
+#include "program/policy_spec.hpp"
 #include "support.hpp"
 #include "tiny_model.hpp"
 
@@ -178,6 +179,7 @@ TEST_CASE("retention: a JSON line for each policy and size, with exactly these k
                                            "prompts",
                                            "perplexity",
                                            "retention",
+                                           "fill",
                                            "live_bytes",
                                            "released_pages",
                                            "bytes_moved",
@@ -242,6 +244,41 @@ TEST_CASE("retention: rows, bytes and pages agree with one another, in both mode
         // All but the 4 sinks close up.
         if (line["policy"] == "streaming") CHECK(line["bytes_moved"] == (kept - 4) * bytes);
       }
+    }
+  }
+}
+
+TEST_CASE("retention: every policy keeps what it is asked for, heads and layers together",
+          "[program]") {
+  const Setting s;
+  const std::vector<float> filters(program_test::tiny_heads * program_test::tiny_dim, 0.5F);
+  const std::string path = s.folder.with(
+      "filters.f32",
+      std::string(reinterpret_cast<const char*>(filters.data()), filters.size() * sizeof(float)));
+  Arguments arguments{"--prompts", s.prompts, "--filters", path, "--removed", "0.5", "--policy"};
+  for (const auto& policy : program::detail::known_policies()) {
+    const auto& keys = policy.keys;
+    std::string spec = std::string(policy.name);
+    if (std::find(keys.begin(), keys.end(), "kernel") != keys.end()) spec += ":window=4";
+    if (policy.name == "chunkkv") spec += ",chunk=4";
+    if (policy.name == "lagkv") spec += ":lag=6";
+    arguments.push_back(spec);
+  }
+  for (const std::string mode : {"aware", "agnostic"}) {
+    Arguments with_mode = arguments;
+    with_mode.insert(with_mode.begin(), {"--mode", mode});
+    const auto lines = s.lines(with_mode);
+    REQUIRE(lines.size() == program::detail::known_policies().size());
+    for (const auto& line : lines) {
+      INFO(mode << ' ' << line.dump());
+      const int rows = mode == "aware" ? 39 : 30;
+      const bool full = line["policy"] == "full";
+      const double kept = line["kept_fraction"].get<double>() * rows;
+      CHECK(kept <= (full ? rows : (rows + 1) / 2) + 1e-9);
+      CHECK(kept >= (full ? rows : (rows + 1) / 2 - 4));  // whole pages may be fewer rows
+      CHECK(line["fill"].get<double>() > 0.7);
+      CHECK(line["fill"].get<double>() <= 1);
+      CHECK(line["live_bytes"].get<double>() == Catch::Approx(kept * row_bytes).epsilon(1e-6));
     }
   }
 }

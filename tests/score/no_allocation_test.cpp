@@ -25,15 +25,21 @@
 #  include <kvtrim/evict/apply.hpp>
 #  include <kvtrim/policy/snapkv_selector.hpp>
 #  include <kvtrim/score/accumulate.hpp>
+#  include <kvtrim/score/chunked.hpp>
 #  include <kvtrim/score/column_sums.hpp>
+#  include <kvtrim/score/cur.hpp>
+#  include <kvtrim/score/expected_attention.hpp>
 #  include <kvtrim/score/external.hpp>
 #  include <kvtrim/score/key_diff.hpp>
 #  include <kvtrim/score/key_norm.hpp>
+#  include <kvtrim/score/lag_kv.hpp>
 #  include <kvtrim/score/output_norm.hpp>
 #  include <kvtrim/score/per_layer.hpp>
 #  include <kvtrim/score/q_filter.hpp>
+#  include <kvtrim/score/query_moments.hpp>
 #  include <kvtrim/score/query_ring.hpp>
 #  include <kvtrim/score/random.hpp>
+#  include <kvtrim/score/rkv.hpp>
 #  include <kvtrim/score/row_local.hpp>
 #  include <kvtrim/score/tova.hpp>
 #  include <kvtrim/score/value_norm.hpp>
@@ -207,6 +213,46 @@ TEST_CASE("no_allocation: scores of methods and decorators allocate nothing", "[
           status = score_new_rows(scores, view, SequenceId{0}, 300, obs, view.score_sums, scratch);
         }) == 0);
   CHECK(status == Status::ok);
+}
+
+TEST_CASE("no_allocation: ExpectedAttention, LagKV, CurKV, R-KV and chunks allocate nothing",
+          "[no_allocation]") {
+  for (const std::int32_t dim : {64, 256}) {
+    const Data d = make_data(2, 8, dim, 300, 63);
+    const Queries queries(d, 268, 32, LseForm::computed);
+    QueryMoments moments({.query_heads = 16, .head_dim = dim});
+    CHECK(allocations_of([&] {
+            moments.accumulate(SequenceId{0}, LayerId{0}, queries.block, LayerId{0});
+            moments.finish(SequenceId{0});
+          }) == 0);
+    const auto frequencies = rope_frequencies(10'000.0, dim);
+    ExpectedAttentionParams expected;
+    expected.rope.inverse_frequencies = frequencies;
+    expected.rope.dim = dim;
+    expected.rope.same_for_all_layers = true;
+    for (const bool ordered : {true, false}) {
+      CacheOptions o{.dtype = DType::bf16, .page_size = 16};
+      if (!ordered) { o.order = shuffled(300, 64); }
+      TestCache cache(d, o);
+      const CacheView view = cache.view();
+      Observation obs;
+      obs.queries = queries.block;
+      obs.statistics = moments.statistics();
+      const auto check = [&](const auto& scorer) {
+        REQUIRE(scorer.check(view, obs) == Status::ok);
+        std::vector<std::byte> scratch(scorer.scratch_bytes(plan_shape(view, obs)));
+        std::vector<float> out(300);
+        CHECK(allocations_of([&] {
+                scorer.score(view, SequenceId{0}, LayerId{0}, HeadId{1}, obs, scratch, out);
+              }) == 0);
+      };
+      check(ExpectedAttentionScorer(expected));
+      check(LagKVScorer({.lag = 32}));
+      check(CurScorer({}));
+      check(RKVScorer({}));
+      check(ChunkedScorer<WindowParams>({}));
+    }
+  }
 }
 
 TEST_CASE("no_allocation: pooling, keys, top_k, external scores and rings allocate nothing",

@@ -132,6 +132,18 @@ TEST_CASE("query_moments: sequences and layers do not mix, and reset starts anew
   CHECK(bits_of(m.statistics(), 0) == bits_of(moments_of(b, 4, {20}).statistics()));
 }
 
+TEST_CASE("query_moments: a fork goes on from what its sequence has seen", "[query_moments]") {
+  const Data d = make_data(1, 2, 8, 20, 7);
+  QueryMoments m({.sequences = 3, .query_heads = 2, .head_dim = 8, .sinks = 9});
+  m.accumulate(SequenceId{1}, LayerId{0}, block_of(d, 0, 7), LayerId{0});
+  m.fork(SequenceId{1}, SequenceId{2});
+  m.accumulate(SequenceId{2}, LayerId{0}, block_of(d, 7, 13), LayerId{0});
+  m.finish(SequenceId{2});
+  CHECK(bits_of(m.statistics(), 2) == bits_of(moments_of(d, 9, {20}).statistics()));
+  m.fork(SequenceId{2}, SequenceId{0});
+  CHECK(bits_of(m.statistics(), 0) == bits_of(m.statistics(), 2));
+}
+
 TEST_CASE("query_moments: impossible extents are refused with their values",
           "[query_moments][edge]") {
   CHECK_THROWS_WITH(

@@ -17,6 +17,7 @@ template <class Scores, Scorer Factor>
 class RescaledScorer {
  public:
   using Inner = typename ScorerOf<Scores>::type;
+  static constexpr bool reads_given_scores = kvtrim::reads_given_scores<Inner>;
 
   constexpr RescaledScorer(const Scores& scores, float epsilon) noexcept
       : inner_(scores), epsilon_(epsilon) {}

@@ -10,7 +10,6 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <limits>
 #include <span>
 
 namespace kvtrim::detail {
@@ -26,8 +25,8 @@ inline constexpr std::int32_t block_rows = 64;
   return side == Side::keys ? view.k.head_dim : view.v.head_dim;
 }
 
-/// Calls f(i, row, finite) for each live row of (sequence, layer, KV head): i = 0..live-1 in logical order, a hole left
-/// out. Only rows from .. to - 1 are looked at, and i counts from the first live one of them.
+/// Calls f(i, row, finite) for the live rows i of [begin, end) of (sequence, layer, KV head) in logical order, a hole
+/// left out. Other rows are not read.
 ///
 /// \param block  [block_rows * head dim]
 template <class F>
@@ -36,25 +35,40 @@ void for_each_row(const CacheView& view,
                   LayerId l,
                   HeadId h,
                   Side side,
+                  std::int32_t begin,
+                  std::int32_t end,
                   std::span<float> block,
-                  F&& f,
-                  std::int32_t from = 0,
-                  std::int32_t to = std::numeric_limits<std::int32_t>::max()) noexcept {
+                  F&& f) noexcept {
   const Plane& plane = side == Side::keys ? view.k : view.v;
   const std::int32_t dim = plane.head_dim;
-  std::int32_t next = 0;
+  const std::int32_t hole = view.state(s, l, h).append_row;
+  std::int32_t next = begin - (hole >= 0 && hole < begin ? 1 : 0);  // of table row `begin`
   const auto add = [&](const Run& run) {
     const PageId page = side == Side::keys ? run.k_page : run.v_page;
-    for (std::int32_t begin = 0; begin < run.count; begin += block_rows) {
-      const std::int32_t n = std::min(block_rows, run.count - begin);
-      load_rows(plane, plane.row(l, page, h, Slot{raw(run.slot) + begin}), n, block.data());
+    const std::int32_t last = std::min(run.count, end - next);
+    for (std::int32_t first = std::max(0, begin - next); first < last; first += block_rows) {
+      const std::int32_t n = std::min(block_rows, last - first);
+      load_rows(plane, plane.row(l, page, h, Slot{raw(run.slot) + first}), n, block.data());
       for (std::int32_t i = 0; i < n; ++i) {
         const float* const row = block.data() + static_cast<std::ptrdiff_t>(i) * dim;
-        f(next++, row, finite(row, dim));
+        f(next + first + i, row, finite(row, dim));
       }
     }
+    next += run.count;
   };
-  for_each_run(view, s, l, h, add, from, to);
+  for_each_run(view, s, l, h, add, begin, end + (hole >= 0 ? 1 : 0));
+}
+
+/// The same for all live rows.
+template <class F>
+void for_each_row(const CacheView& view,
+                  SequenceId s,
+                  LayerId l,
+                  HeadId h,
+                  Side side,
+                  std::span<float> block,
+                  F&& f) noexcept {
+  for_each_row(view, s, l, h, side, 0, view.live_rows(s, l, h), block, f);
 }
 
 }  // namespace kvtrim::detail

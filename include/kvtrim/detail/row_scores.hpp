@@ -42,14 +42,17 @@ void score_each_row(const CacheView& view,
                     std::span<float> out,
                     F&& f) noexcept {
   const std::int32_t hole = view.state(s, l, h).append_row;
+  const std::int32_t end = first + static_cast<std::int32_t>(out.size());
+  const auto live_before = [&](std::int32_t row) {
+    return row - (hole >= 0 && hole < row ? 1 : 0);
+  };
   std::fill(out.begin(), out.end(), 0.0F);
   const auto score = [&](std::int32_t i, const float* row, bool finite) {
-    const bool behind_hole = hole >= first && first + i >= hole;
-    out[static_cast<std::size_t>(i + (behind_hole ? 1 : 0))] =
+    const std::int32_t r = i + (hole >= 0 && i >= hole ? 1 : 0);
+    out[static_cast<std::size_t>(r - first)] =
         finite ? f(row) : std::numeric_limits<float>::quiet_NaN();
   };
-  const std::int32_t to = first + static_cast<std::int32_t>(out.size());
-  for_each_row(view, s, l, h, side, block, score, first, to);
+  for_each_row(view, s, l, h, side, live_before(first), live_before(end), block, score);
 }
 
 /// Euclidean norm, summed in double: no finite row overflows.

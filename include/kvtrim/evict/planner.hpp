@@ -55,7 +55,7 @@ class Planner : public RowChoice {
         obs_(obs),
         executor_(executor),
         scorer_(policy.scorer()),
-        given_(!by_position && static_cast<bool>(obs.scores)),
+        given_(!by_position && !reads_given_scores<S> && static_cast<bool>(obs.scores)),
         given_pages_(by_page && obs.page_scores.data != nullptr) {}
 
   [[nodiscard]] PlanView run(std::span<std::byte> workspace) noexcept {

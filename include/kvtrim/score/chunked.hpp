@@ -35,6 +35,8 @@ class ChunkedScorer {
   using Token = typename ScorerOf<Scores>::type;
   /// KV heads of a layer share their scores.
   static constexpr bool common_to_layer = true;
+  /// As the token score.
+  static constexpr bool reads_given_scores = kvtrim::reads_given_scores<Token>;
 
   /// \pre `params.chunk >= 1`
   explicit constexpr ChunkedScorer(const Chunked<Scores>& params) noexcept

@@ -13,6 +13,8 @@ namespace kvtrim {
 /// \par Source
 /// none: any fp32 array, such as KVzip's
 struct ExternalScorer {
+  static constexpr bool reads_given_scores = true;
+
   constexpr ExternalScorer() noexcept = default;
   explicit constexpr ExternalScorer(ExternalParams) noexcept {}
 

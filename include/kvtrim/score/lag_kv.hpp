@@ -37,8 +37,9 @@ namespace kvtrim {
 /// partition behind is shifted, not scaled (its width counts as 1), where the formula divides 0 by 0; one channel alone
 /// has a deviation of 0
 /// \par Complexity
-/// O(live rows * (head dims + log lag)) time, two reads of keys and values; O(rows + rows / lag * head_dim) space; no
-/// allocation. The score of a row does not change by a bit with page size, page placement, batch or thread
+/// O(rows in partitions * (head dims + log lag) + live rows) time, two reads of keys and values of those alone; O(rows
+/// + rows / lag * head_dim) space; no allocation. The score of a row does not change by a bit with page size, page
+/// placement, batch or thread
 /// \par Source
 /// Liang et al., 2025, arXiv:2504.04704, as kvpress computes it; differs: protected rows by range, not by a score of 1;
 /// constant channels
@@ -73,8 +74,7 @@ class LagKVScorer {
     const LagLayout layout = lag_layout(params_, state, live);
     std::fill(out.begin(), out.end(), 0.0F);
     Arena arena(scratch);
-    const Layout mem =
-        Layout::take(arena, params_.lag, std::max(view.k.head_dim, view.v.head_dim), live);
+    Layout mem = Layout::take(arena, params_.lag, std::max(view.k.head_dim, view.v.head_dim), live);
     KVTRIM_ASSERT(arena.ok());
     detail::order_rows(view, s, l, h, mem.order);
     const auto score_of = [&](std::int32_t i) -> float& {
@@ -96,6 +96,8 @@ class LagKVScorer {
       mem.rank_of[index(mem.order[index(rank)])] = rank;
     }
     std::fill(mem.averages.begin(), mem.averages.end(), 0.0);
+    mem.first = state.ordered ? layout.begin : 0;
+    mem.end = state.ordered ? layout.begin + layout.partitions * params_.lag : live;
     for (const detail::Side side : {detail::Side::keys, detail::Side::values}) {
       find_ranges(view, s, l, h, side, layout, mem);
       find_deviations(view, s, l, h, side, layout, mem);
@@ -139,6 +141,8 @@ class LagKVScorer {
     std::span<std::int32_t> order;    // [rows]
     std::span<std::int32_t> rank_of;  // [rows]
     std::int32_t dim = 0;
+    std::int32_t first = 0;  // live rows that are in a full partition
+    std::int32_t end = 0;
 
     static Layout take(Arena& arena,
                        std::int32_t lag,
@@ -183,7 +187,15 @@ class LagKVScorer {
     std::fill(mem.lowest.begin(), mem.lowest.end(), infinity);
     std::fill(mem.scales.begin(), mem.scales.end(), -infinity);
     detail::for_each_row(
-        view, s, l, h, side, mem.block, [&](std::int32_t i, const float* row, bool finite) {
+        view,
+        s,
+        l,
+        h,
+        side,
+        mem.first,
+        mem.end,
+        mem.block,
+        [&](std::int32_t i, const float* row, bool finite) {
           const std::int32_t p = partition_of(i, layout, mem) - 1;
           if (!finite || p < 0 || p >= layout.partitions - 1) { return; }
           Channels low(mem.lowest.data() + static_cast<std::ptrdiff_t>(p) * mem.dim, dim);
@@ -208,7 +220,15 @@ class LagKVScorer {
     const std::int32_t dim = detail::dim_of(view, side);
     Channels channels(mem.channels.data(), dim);
     detail::for_each_row(
-        view, s, l, h, side, mem.block, [&](std::int32_t i, const float* row, bool finite) {
+        view,
+        s,
+        l,
+        h,
+        side,
+        mem.first,
+        mem.end,
+        mem.block,
+        [&](std::int32_t i, const float* row, bool finite) {
           const std::int32_t p = partition_of(i, layout, mem);
           if (p < 0 || p >= layout.partitions - 1) { return; }
           const Channels low(mem.lowest.data() + static_cast<std::ptrdiff_t>(p) * mem.dim, dim);

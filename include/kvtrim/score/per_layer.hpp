@@ -31,6 +31,7 @@ template <class Scores>
 class PerLayerScorer {
  public:
   using Inner = typename ScorerOf<Scores>::type;
+  static constexpr bool reads_given_scores = kvtrim::reads_given_scores<Inner>;
   static constexpr bool common_to_layer = true;
 
   explicit constexpr PerLayerScorer(const PerLayer<Scores>& params) noexcept

@@ -118,6 +118,17 @@ class QueryMoments {
     clear(seen_), clear(counts_), clear(means_), clear(products_);
   }
 
+  /// Copies the queries and statistics of `from` to `to`, as a fork of the sequence does.
+  void fork(SequenceId from, SequenceId to) noexcept {
+    const auto copy = [&](auto& v) {
+      const std::size_t part = v.size() / index(p_.sequences);
+      for (std::size_t i = 0; i < part; ++i) {
+        v[part * index(raw(to)) + i] = v[part * index(raw(from)) + i];
+      }
+    };
+    copy(seen_), copy(counts_), copy(means_), copy(products_), copy(mean_), copy(covariance_);
+  }
+
   /// Statistics of every sequence, as `finish` left them.
   [[nodiscard]] QueryStatistics statistics() const noexcept { return statistics(SequenceId{0}); }
 

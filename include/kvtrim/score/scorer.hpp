@@ -63,6 +63,11 @@ concept Scorer = std::is_trivially_copyable_v<S> && requires(const S& s,
 template <class S>
 concept LayerScorer = Scorer<S> && requires { requires S::common_to_layer; };
 
+/// Whether a scorer looks at `Observation::scores` itself, as a decorator of `ExternalParams` does. Where it does not,
+/// ready-made scores take the place of the scorer's own.
+template <class S>
+inline constexpr bool reads_given_scores = requires { requires S::reads_given_scores; };
+
 namespace detail {
 struct ScorerArchetype {
   [[nodiscard]] std::size_t scratch_bytes(const PlanShape&) const noexcept { return 0; }

@@ -1,0 +1,89 @@
+// SPDX-License-Identifier: Apache-2.0
+// A new method is a scorer, a name and defaults. Everything else is there: protection, ties, NaN, plans, moves, tables,
+// per-head budgets (AdaKV<Fading>), one set a layer (TopRows<PerLayer<FadingNorm>>), whole pages (PageSelector<FadingNorm>).
+#include <kvtrim/kvtrim.hpp>
+
+#include <cmath>
+#include <cstdio>
+#include <vector>
+
+// --- the method -------------------------------------------------------------------------------
+
+/// The longer a key the better, halved every `half_life` tokens since it was written.
+struct FadingNorm {
+  float half_life = 64;
+
+  std::size_t scratch_bytes(const kvtrim::PlanShape& shape) const noexcept {
+    return sizeof(float) * static_cast<std::size_t>(shape.head_dim);
+  }
+  kvtrim::Status check(const kvtrim::CacheView& view, const kvtrim::Observation&) const noexcept {
+    return kvtrim::readable(view.k.dtype) ? kvtrim::Status::ok : kvtrim::Status::bad_observation;
+  }
+  void score(const kvtrim::CacheView& view,
+             kvtrim::SequenceId s,
+             kvtrim::LayerId l,
+             kvtrim::HeadId h,
+             const kvtrim::Observation&,
+             std::span<std::byte> scratch,
+             std::span<float> out) const noexcept {
+    auto* const key = reinterpret_cast<float*>(scratch.data());
+    for (std::int32_t r = 0; r < view.live_rows(s, l, h); ++r) {
+      kvtrim::load_row(view.k, view.key(s, l, h, r), key);  // whatever its layout and dtype
+      float square = 0;
+      for (std::int32_t d = 0; d < view.k.head_dim; ++d) { square += key[d] * key[d]; }
+      const int age = view.state(s, l, h).next_position - raw(view.position(s, l, h, r));
+      out[static_cast<std::size_t>(r)] =
+          std::sqrt(square) * std::exp2(-static_cast<float>(age) / half_life);
+    }
+  }
+};
+
+template <>
+struct kvtrim::Method<FadingNorm> {
+  static constexpr std::string_view name = "fading";
+  static constexpr std::string_view title = "Fading";
+  static constexpr int sinks = 4;
+  static constexpr int recent = 0;
+  static constexpr void check(const FadingNorm& p) {
+    if (!(p.half_life > 0)) {
+      detail::throw_invalid_argument("{}: half_life {} must be above 0", title, p.half_life);
+    }
+  }
+};
+using Fading = kvtrim::TopRows<FadingNorm>;
+
+// --- in use ------------------------------------------------------------------------------------
+
+int main() {
+  // One sequence of 100 tokens, 2 KV heads with their own page tables; a long key every 10 tokens in head 1.
+  kvtrim::PagedCache cache({.pages = 40,
+                            .page_size = 8,
+                            .kv_heads = 2,
+                            .key_dim = 4,
+                            .scope = kvtrim::TableScope::head});
+  std::vector<float> rows(100 * 2 * 4, 1.0F);
+  for (std::size_t t = 0; t < 100; t += 10) { rows[(t * 2 + 1) * 4] = 20; }
+  const auto sequence = cache.try_create();
+  if (!sequence || cache.try_extend(*sequence, 100) != kvtrim::Status::ok) { return 1; }
+  cache.write(*sequence, kvtrim::LayerId{0}, {.data = rows.data()}, {.data = rows.data()});
+
+  const kvtrim::AdaKV<Fading> policy({.inner = {.budget = 16}});  // 16 rows a head on average
+  std::vector<std::byte> memory(
+      kvtrim::plan_workspace_bytes(policy, kvtrim::plan_shape(cache.view())));
+  const std::int32_t before = cache.pool().in_use();
+  const auto report = kvtrim::evict(policy, cache, cache.view(), {}, memory);
+  for (const int h : {0, 1}) {
+    std::printf("head %d keeps positions", h);
+    const std::int32_t live = cache.live_rows(*sequence, {}, kvtrim::HeadId{h});
+    for (std::int32_t r = 0; r < live; ++r) {
+      std::printf(" %d", raw(cache.view().position(*sequence, {}, kvtrim::HeadId{h}, r)));
+    }
+    std::printf("\n");
+  }
+  std::printf("%d of %d pages are free again, %lld of %lld rows of the others are used\n",
+              report.released_pages,
+              before,
+              static_cast<long long>(report.kept_rows),
+              static_cast<long long>(report.allocated_rows));
+  return report.status == kvtrim::Status::ok && report.kept_rows == 32 ? 0 : 1;
+}

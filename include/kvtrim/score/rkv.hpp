@@ -1,0 +1,356 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// Which keys say the same is a question about all pairs; the answer of a row is a sum, so the pairs are met tile by
+// tile and none of them is kept.
+
+#include <kvtrim/detail/key_tile.hpp>
+#include <kvtrim/detail/row_order.hpp>
+#include <kvtrim/score/pooling.hpp>
+#include <kvtrim/score/rkv_params.hpp>
+#include <kvtrim/score/scorer.hpp>
+
+#include <Eigen/Core>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <span>
+
+namespace kvtrim {
+
+/// Scores a row by `lambda * attention - (1 - lambda) * redundancy`.
+///
+/// Attention: softmax of the last `window` queries over the rows before the window; maximum over the query heads of the
+/// KV head; mean over the queries; max-pooled over `kernel` neighbours. Redundancy: for each row, the cosines of its
+/// key with all other keys, but for its newest copy (the last position whose cosine is above `threshold`), which is
+/// spared; the mean of what a row gets from all others goes through a softmax over all rows. The window's rows have
+/// redundancy alone; they are meant to be protected.
+///
+/// \par Shapes
+/// queries [query heads, at most window rows, head_dim], fp32; scores [live rows], between -1 and 1
+/// \par Ties
+/// none broken here. NaN: a key that is not finite takes no part and scores NaN; a query that is not finite, or whose
+/// logits overflow, has no vote; without any vote all scores are NaN, unless all rows are the window's. A key of norm 0
+/// is like no other
+/// \par Complexity
+/// O(live rows^2 * head_dim) time, O(live rows * (head_dim + votes)) space with votes = group * window; no allocation.
+/// The score of a row does not change by a bit with page size, page placement, batch or thread
+/// \par Source
+/// Cai et al., 2025, arXiv:2505.24133 (R-KV); differs: softmax before the maximum over the group (`RKVGroup`); a row
+/// without a copy spares none, where the authors' code spares row 0; each sequence has its own redundancy, theirs is
+/// that of the first
+class RKVScorer {
+ public:
+  /// \pre `params.window >= 1 && params.kernel` is odd
+  explicit constexpr RKVScorer(const RKVParams& params) noexcept : params_(params) {}
+
+  /// Working space of one call.
+  [[nodiscard]] std::size_t scratch_bytes(const PlanShape& shape) const noexcept {
+    const std::int32_t group = shape.kv_heads > 0 ? shape.query_heads / shape.kv_heads : 0;
+    return detail::largest_need(std::max(1, shape.head_dim), [&](std::int32_t head_dim) {
+      Arena arena;
+      const auto unused = Layout::take(arena,
+                                       shape.max_rows,
+                                       std::max(1, group),
+                                       std::max(1, std::min(shape.query_rows, params_.window)),
+                                       head_dim);
+      static_cast<void>(unused);
+      return arena.bytes();
+    });
+  }
+
+  /// `bad_observation` without queries (no rows at all need no data), or when their heads are no multiple of the KV
+  /// heads, or keys are not readable.
+  [[nodiscard]] Status check(const CacheView& view, const Observation& obs) const noexcept {
+    const QueryBlock& q = obs.queries;
+    const bool given = q.data != nullptr || (q.rows == 0 && q.row_counts == nullptr);
+    const bool fits = given && q.query_heads >= view.kv_heads && q.query_heads % view.kv_heads == 0;
+    return fits && readable(view.k.dtype) ? Status::ok : Status::bad_observation;
+  }
+
+  /// Writes the score of each live row; a hole's is 0.
+  ///
+  /// \param scratch  [scratch_bytes(shape)]
+  /// \param[out] out [rows of the table in use]
+  void score(const CacheView& view,
+             SequenceId s,
+             LayerId l,
+             HeadId h,
+             const Observation& obs,
+             std::span<std::byte> scratch,
+             std::span<float> out) const noexcept {
+    const QueryBlock& block = obs.queries;
+    const std::int32_t live = view.live_rows(s, l, h);
+    const std::int32_t hole = view.state(s, l, h).append_row;
+    const std::int32_t group = block.query_heads / view.kv_heads;
+    const std::int32_t given = block.count(s);
+    const std::int32_t votes = std::min(given, params_.window);
+    const std::int32_t columns = std::max(0, live - params_.window);
+    std::fill(out.begin(), out.end(), 0.0F);
+    Arena arena(scratch);
+    const Layout mem = Layout::take(arena, live, group, std::max(1, votes), view.k.head_dim);
+    KVTRIM_ASSERT(arena.ok());
+    detail::order_rows(view, s, l, h, mem.order);
+
+    find_redundancy(view, s, l, h, mem);
+    bool any = true;
+    if (columns > 0) {
+      find_logits(view, s, l, h, block, given - votes, votes, group, mem);
+      any = find_attention(votes, group, columns, mem);
+      pool(mem.raw_scores.first(index(columns)),
+           Pooling::max,
+           params_.kernel,
+           mem.pooled.first(index(columns)));
+    }
+    const double lambda = static_cast<double>(params_.lambda);
+    for (std::int32_t rank = 0; rank < live; ++rank) {
+      const std::int32_t i = mem.order[index(rank)];
+      const double attention = rank < columns ? static_cast<double>(mem.pooled[index(rank)]) : 0.0;
+      const double score = lambda * attention - (1 - lambda) * mem.redundancy[index(i)];
+      out[index(detail::row_of(i, hole))] = any && mem.bad[index(i)] == 0
+                                                ? static_cast<float>(score)
+                                                : std::numeric_limits<float>::quiet_NaN();
+    }
+  }
+
+ private:
+  struct Layout {
+    detail::TileScratch tiles;       // the rows that are asked
+    detail::TileScratch others;      // the rows that they are compared with
+    std::span<float> cosines;        // [tile_rows, tile_rows] by row asked
+    std::span<Position> newest;      // [tile_rows] position of the newest copy; -1: none
+    std::span<std::int32_t> copies;  // [tile_rows] its live index
+    std::span<float> similar;        // [tile_rows] its cosine
+    std::span<float> queries;        // [padded, head_dim]
+    std::span<float> logits;         // [tiles, padded, tile_rows]
+    std::span<std::uint8_t> votes;   // [padded] the query counts
+    std::span<double> strongest;     // [rows] of one query, over the heads, by rank
+    std::span<double> attention;     // [rows] by rank
+    std::span<double> redundancy;    // [rows]
+    std::span<float> raw_scores;     // [rows] by rank
+    std::span<float> pooled;         // [rows] by rank
+    std::span<std::int32_t> order;   // [rows]
+    std::span<std::uint8_t> bad;     // [rows] the key is not finite
+    std::int32_t padded = 0;
+    std::int32_t height = 0;
+
+    static Layout take(Arena& arena,
+                       std::int32_t rows,
+                       std::int32_t group,
+                       std::int32_t votes,
+                       std::int32_t head_dim) noexcept {
+      Layout m;
+      m.height = detail::tile_rows(head_dim);
+      m.padded = detail::padded_queries(group * votes);
+      const std::int64_t tiles = (rows + m.height - 1) / m.height;
+      m.tiles = detail::TileScratch::take(arena, head_dim);
+      m.others = detail::TileScratch::take(arena, head_dim);
+      m.cosines = arena.take<float>(static_cast<std::int64_t>(m.height) * m.height);
+      m.newest = arena.take<Position>(m.height);
+      m.copies = arena.take<std::int32_t>(m.height);
+      m.similar = arena.take<float>(m.height);
+      m.queries = arena.take<float>(static_cast<std::int64_t>(m.padded) * head_dim);
+      m.logits = arena.take<float>(tiles * m.padded * m.height);
+      m.votes = arena.take<std::uint8_t>(m.padded);
+      m.strongest = arena.take<double>(rows);
+      m.attention = arena.take<double>(rows);
+      m.redundancy = arena.take<double>(rows);
+      m.raw_scores = arena.take<float>(rows);
+      m.pooled = arena.take<float>(rows);
+      m.order = arena.take<std::int32_t>(rows);
+      m.bad = arena.take<std::uint8_t>(rows);
+      return m;
+    }
+  };
+
+  static std::size_t index(std::int64_t i) noexcept { return static_cast<std::size_t>(i); }
+
+  static void normalise(const detail::TileScratch& tiles,
+                        std::int32_t dim,
+                        std::int32_t count) noexcept {
+    for (std::int32_t t = 0; t < count; ++t) {
+      Eigen::Map<Eigen::ArrayXf> row(tiles.tile.data() + static_cast<std::ptrdiff_t>(t) * dim, dim);
+      const double norm = std::sqrt(row.cast<double>().square().sum());
+      if (norm > 0) { row = (row.cast<double>() / norm).cast<float>(); }
+    }
+  }
+
+  void find_redundancy(
+      const CacheView& view, SequenceId s, LayerId l, HeadId h, const Layout& mem) const noexcept {
+    const std::int32_t dim = view.k.head_dim;
+    const std::int32_t height = mem.height;
+    const bool ordered = view.state(s, l, h).ordered;
+    std::fill(mem.redundancy.begin(), mem.redundancy.end(), 0.0);
+    std::int32_t finite = 0;
+    detail::for_each_key_tile(
+        view, s, l, h, mem.tiles, [&](std::int32_t first, std::int32_t count) {
+          normalise(mem.tiles, dim, count);
+          for (std::int32_t q = 0; q < count; ++q) {
+            mem.bad[index(first + q)] = mem.tiles.bad[index(q)];
+            finite += mem.tiles.bad[index(q)] == 0 ? 1 : 0;
+          }
+          std::fill(mem.newest.begin(), mem.newest.end(), Position{-1});
+          detail::for_each_key_tile(
+              view, s, l, h, mem.others, [&](std::int32_t begin, std::int32_t others) {
+                normalise(mem.others, dim, others);
+                detail::multiply(
+                    mem.others, dim, mem.tiles.tile.data(), height, mem.cosines.data());
+                for (std::int32_t q = 0; q < count; ++q) {
+                  compare(mem, q, first + q - begin, begin, others, ordered);
+                }
+              });
+          for (std::int32_t q = 0; q < count; ++q) {
+            if (mem.newest[index(q)] >= Position{0}) {
+              mem.redundancy[index(mem.copies[index(q)])] -=
+                  static_cast<double>(mem.similar[index(q)]);
+            }
+          }
+        });
+    double sum = 0;
+    for (std::size_t i = 0; i < mem.redundancy.size(); ++i) {  // a mean of cosines: no overflow
+      mem.redundancy[i] = std::exp(mem.redundancy[i] / std::max(1, finite));
+      sum += mem.bad[i] == 0 ? mem.redundancy[i] : 0.0;
+    }
+    for (double& x : mem.redundancy) { x /= sum; }
+  }
+
+  // Adds the cosines of row q of the tile with `others` rows from live index `begin` on; `self` is q among them.
+  void compare(const Layout& mem,
+               std::int32_t q,
+               std::int32_t self,
+               std::int32_t begin,
+               std::int32_t others,
+               bool ordered) const noexcept {
+    float* const cosine = mem.cosines.data() + static_cast<std::ptrdiff_t>(q) * mem.height;
+    if (self >= 0 && self < others) { cosine[self] = 0; }
+    Eigen::Map<Eigen::ArrayXd>(mem.redundancy.data() + begin, others) +=
+        Eigen::Map<const Eigen::ArrayXf>(cosine, others).cast<double>();
+    Position newest = mem.newest[index(q)];
+    for (std::int32_t t = others - 1; t >= 0; --t) {
+      if (cosine[t] > params_.threshold && mem.others.positions[index(t)] > newest) {
+        newest = mem.others.positions[index(t)];
+        mem.copies[index(q)] = begin + t;
+        mem.similar[index(q)] = cosine[t];
+        if (ordered) { break; }  // older ones follow
+      }
+    }
+    mem.newest[index(q)] = newest;
+  }
+
+  // Query (head g of the group, vote i) is row g * votes + i.
+  void find_logits(const CacheView& view,
+                   SequenceId s,
+                   LayerId l,
+                   HeadId h,
+                   const QueryBlock& block,
+                   std::int32_t first_vote,
+                   std::int32_t votes,
+                   std::int32_t group,
+                   const Layout& mem) const noexcept {
+    const std::int32_t dim = view.k.head_dim;
+    std::fill(mem.queries.begin(), mem.queries.end(), 0.0F);
+    std::fill(mem.votes.begin(), mem.votes.end(), std::uint8_t{0});
+    for (std::int32_t g = 0; g < group; ++g) {
+      for (std::int32_t i = 0; i < votes; ++i) {
+        const std::int32_t q = g * votes + i;
+        const float* const from = block.row(s, l, raw(h) * group + g, first_vote + i);
+        if (!detail::finite(from, dim)) { continue; }
+        std::copy_n(from, dim, mem.queries.data() + static_cast<std::ptrdiff_t>(q) * dim);
+        mem.votes[index(q)] = 1;
+      }
+    }
+    const float scale = detail::scale_of(block, dim);
+    detail::for_each_key_tile(view, s, l, h, mem.tiles, [&](std::int32_t first, std::int32_t) {
+      float* const tile = mem.logits.data() + static_cast<std::ptrdiff_t>(first) * mem.padded;
+      detail::multiply(mem.tiles, dim, mem.queries.data(), mem.padded, tile);
+      for (std::int32_t q = 0; q < group * votes; ++q) {
+        detail::scale_logits({tile + static_cast<std::ptrdiff_t>(q) * mem.height, mem.height},
+                             scale,
+                             block.soft_cap);
+      }
+    });
+  }
+
+  [[nodiscard]] static float logit(const Layout& mem, std::int32_t q, std::int32_t i) noexcept {
+    const std::int64_t tile = i / mem.height;
+    return mem.logits[index((tile * mem.padded + q) * mem.height + i % mem.height)];
+  }
+
+  // raw_scores of the first `columns` ranks. False: no query has a vote.
+  [[nodiscard]] bool find_attention(std::int32_t votes,
+                                    std::int32_t group,
+                                    std::int32_t columns,
+                                    const Layout& mem) const noexcept {
+    constexpr double lowest = -std::numeric_limits<double>::infinity();
+    const auto strongest = mem.strongest.first(index(columns));
+    const auto attention = mem.attention.first(index(columns));
+    const auto takes_part = [&](std::size_t rank) { return mem.bad[index(mem.order[rank])] == 0; };
+    std::fill(attention.begin(), attention.end(), 0.0);
+    std::int32_t voters = 0;
+    for (std::int32_t i = 0; i < votes; ++i) {
+      std::fill(strongest.begin(), strongest.end(), lowest);
+      bool any = false;
+      for (std::int32_t g = 0; g < group; ++g) {
+        const std::int32_t q = g * votes + i;
+        if (mem.votes[index(q)] == 0) { continue; }
+        const auto logit_at = [&](std::size_t rank) {
+          return static_cast<double>(logit(mem, q, mem.order[rank]));
+        };
+        double maximum = lowest;
+        bool finite = true;
+        for (std::size_t rank = 0; rank < attention.size(); ++rank) {
+          if (!takes_part(rank)) { continue; }
+          finite = finite && std::isfinite(logit_at(rank));
+          maximum = std::max(maximum, logit_at(rank));
+        }
+        if (!finite) { continue; }
+        any = true;
+        double sum = 0;
+        for (std::size_t rank = 0; rank < attention.size(); ++rank) {
+          if (!takes_part(rank)) { continue; }
+          if (params_.group == RKVGroup::logits) {
+            strongest[rank] = std::max(strongest[rank], logit_at(rank));
+          } else {
+            sum += std::exp(logit_at(rank) - maximum);
+          }
+        }
+        for (std::size_t rank = 0; rank < attention.size() && sum > 0; ++rank) {
+          strongest[rank] = std::max(strongest[rank], std::exp(logit_at(rank) - maximum) / sum);
+        }
+      }
+      if (!any) { continue; }
+      ++voters;
+      if (params_.group == RKVGroup::logits) {
+        const double maximum = *std::max_element(strongest.begin(), strongest.end());
+        double sum = 0;
+        for (double& x : strongest) {
+          x = std::exp(x - maximum);  // 0 where a row takes no part
+          sum += x;
+        }
+        for (double& x : strongest) { x /= sum; }
+      }
+      for (std::size_t rank = 0; rank < attention.size(); ++rank) {
+        attention[rank] += strongest[rank];
+      }
+    }
+    for (std::size_t rank = 0; rank < attention.size(); ++rank) {
+      mem.raw_scores[rank] = takes_part(rank)
+                                 ? static_cast<float>(attention[rank] / std::max(1, voters))
+                                 : std::numeric_limits<float>::quiet_NaN();
+    }
+    return voters > 0;
+  }
+
+  RKVParams params_;
+};
+static_assert(Scorer<RKVScorer>);
+
+/// `RKVParams` are scored by `RKVScorer`.
+template <>
+struct ScorerOf<RKVParams> {
+  using type = RKVScorer;
+};
+
+}  // namespace kvtrim
