@@ -10,7 +10,7 @@
 #  endif
 #endif
 
-#include "score_fixture.hpp"
+#include "method_fixture.hpp"
 
 #if !defined(KVTRIM_TEST_COUNTS_MALLOC)
 #  if defined(__GLIBC__)
@@ -30,10 +30,19 @@
 #  include <kvtrim/score/cur.hpp>
 #  include <kvtrim/score/expected_attention.hpp>
 #  include <kvtrim/score/external.hpp>
+#  include <kvtrim/score/key_diff.hpp>
+#  include <kvtrim/score/key_norm.hpp>
 #  include <kvtrim/score/lag_kv.hpp>
+#  include <kvtrim/score/output_norm.hpp>
+#  include <kvtrim/score/per_layer.hpp>
+#  include <kvtrim/score/q_filter.hpp>
 #  include <kvtrim/score/query_moments.hpp>
 #  include <kvtrim/score/query_ring.hpp>
+#  include <kvtrim/score/random.hpp>
 #  include <kvtrim/score/rkv.hpp>
+#  include <kvtrim/score/row_local.hpp>
+#  include <kvtrim/score/tova.hpp>
+#  include <kvtrim/score/value_norm.hpp>
 #  include <kvtrim/score/window.hpp>
 #  include <kvtrim/select/top_k.hpp>
 
@@ -175,6 +184,35 @@ TEST_CASE("no_allocation: scores, sums and selection allocate nothing", "[no_all
       }
     }
   }
+}
+
+TEST_CASE("no_allocation: scores of methods and decorators allocate nothing", "[no_allocation]") {
+  MethodWorld world({.dim = 64, .value_dim = 64, .hidden = 300, .max_rows = 300});
+  REQUIRE(world.append(0, 300) == Status::ok);
+  const CacheView view = world.view();
+  const Observation obs = world.observation();
+  const auto allocations_by = [&](const auto& scorer) {
+    std::vector<std::byte> scratch(scorer.scratch_bytes(plan_shape(view, obs)));
+    std::vector<float> out(300);
+    return allocations_of([&] {
+      static_cast<void>(scorer.check(view, obs));
+      scorer.score(view, SequenceId{0}, LayerId{1}, HeadId{1}, obs, scratch, out);
+    });
+  };
+  CHECK(allocations_by(KeyNormScorer(KeyNormParams{})) == 0);
+  CHECK(allocations_by(QFilterScorer(QFilterParams{})) == 0);
+  CHECK(allocations_by(RandomScorer(RandomParams{})) == 0);
+  CHECK(allocations_by(TovaScorer(TovaParams{})) == 0);
+  CHECK(allocations_by(PerLayerScorer<KeyDiffParams>({})) == 0);
+  CHECK(allocations_by(ValueNormScorer<KeyDiffParams>({})) == 0);
+  CHECK(allocations_by(OutputNormScorer<KeyNormParams>({})) == 0);
+  const ValueNorm<QFilterParams> scores;
+  std::vector<std::byte> scratch(score_new_rows_bytes(scores, plan_shape(view, obs), 300));
+  Status status = Status::stale_plan;
+  CHECK(allocations_of([&] {
+          status = score_new_rows(scores, view, SequenceId{0}, 300, obs, view.score_sums, scratch);
+        }) == 0);
+  CHECK(status == Status::ok);
 }
 
 TEST_CASE("no_allocation: ExpectedAttention, LagKV, CurKV, R-KV and chunks allocate nothing",

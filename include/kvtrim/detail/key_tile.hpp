@@ -16,7 +16,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <limits>
 #include <span>
 
 namespace kvtrim::detail {
@@ -104,17 +103,14 @@ inline void load_rows(const Plane& plane,
 }
 
 /// Calls f(first, count) for each tile of the keys of (sequence, layer, KV head): `scratch.tile` then holds the live
-/// rows first .. first + count - 1 (a hole left out) and zeros behind them; rows that are not finite are zeros too. Only
-/// rows from .. to - 1 are looked at, and `first` counts from the first live one of them.
+/// rows first .. first + count - 1 (a hole left out) and zeros behind them; rows that are not finite are zeros too.
 template <class F>
 void for_each_key_tile(const CacheView& view,
                        SequenceId s,
                        LayerId l,
                        HeadId h,
                        const TileScratch& scratch,
-                       F&& f,
-                       std::int32_t from = 0,
-                       std::int32_t to = std::numeric_limits<std::int32_t>::max()) noexcept {
+                       F&& f) noexcept {
   const std::int32_t dim = view.k.head_dim;
   const std::int32_t capacity = tile_rows(dim);
   std::int32_t filled = 0;
@@ -131,7 +127,7 @@ void for_each_key_tile(const CacheView& view,
     first += filled;
     filled = 0;
   };
-  const auto add = [&](Run run) {
+  for_each_run(view, s, l, h, [&](Run run) {
     while (run.count > 0) {
       const std::int32_t n = std::min(run.count, capacity - filled);
       load_rows(view.k,
@@ -148,8 +144,7 @@ void for_each_key_tile(const CacheView& view,
       run.count -= n;
       if (filled == capacity) { flush(); }
     }
-  };
-  for_each_run(view, s, l, h, add, from, to);
+  });
   if (filled > 0) { flush(); }
 }
 

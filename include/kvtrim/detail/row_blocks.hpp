@@ -41,8 +41,9 @@ void for_each_row(const CacheView& view,
                   F&& f) noexcept {
   const Plane& plane = side == Side::keys ? view.k : view.v;
   const std::int32_t dim = plane.head_dim;
-  std::int32_t next = 0;
-  for_each_run(view, s, l, h, [&](const Run& run) {
+  const std::int32_t hole = view.state(s, l, h).append_row;
+  std::int32_t next = begin - (hole >= 0 && hole < begin ? 1 : 0);  // of table row `begin`
+  const auto add = [&](const Run& run) {
     const PageId page = side == Side::keys ? run.k_page : run.v_page;
     const std::int32_t last = std::min(run.count, end - next);
     for (std::int32_t first = std::max(0, begin - next); first < last; first += block_rows) {
@@ -54,7 +55,8 @@ void for_each_row(const CacheView& view,
       }
     }
     next += run.count;
-  });
+  };
+  for_each_run(view, s, l, h, add, begin, end + (hole >= 0 ? 1 : 0));
 }
 
 /// The same for all live rows.

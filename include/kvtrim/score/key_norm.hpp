@@ -30,7 +30,7 @@ class KeyNormScorer {
 
   /// Working space of one call.
   [[nodiscard]] std::size_t scratch_bytes(const PlanShape& shape) const noexcept {
-    return detail::tile_scratch_bytes(shape.head_dim);
+    return detail::row_block_bytes(shape.head_dim);
   }
   /// `bad_observation` where the keys are not readable.
   [[nodiscard]] Status check(const CacheView& view, const Observation&) const noexcept {
@@ -59,11 +59,12 @@ class KeyNormScorer {
                   std::span<float> out) const noexcept {
     const std::int32_t dim = view.k.head_dim;
     Arena arena(scratch);
-    const auto tiles = detail::TileScratch::take(arena, dim);
+    const auto block = detail::take_row_block(arena, dim);
     KVTRIM_ASSERT(arena.ok());
-    detail::score_each_row(view, s, l, h, first, tiles, out, [&](const float* key) {
-      return -detail::norm_of(key, dim);
-    });
+    detail::score_each_row(
+        view, s, l, h, detail::Side::keys, first, block, out, [&](const float* key) {
+          return -detail::norm_of(key, dim);
+        });
   }
 };
 static_assert(RowLocalScorer<KeyNormScorer>);

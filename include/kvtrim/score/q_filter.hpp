@@ -11,7 +11,6 @@
 
 #include <Eigen/Core>
 
-#include <algorithm>
 #include <cstdint>
 #include <span>
 
@@ -34,11 +33,9 @@ class QFilterScorer {
 
   /// Working space of one call.
   [[nodiscard]] std::size_t scratch_bytes(const PlanShape& shape) const noexcept {
-    return detail::largest_need(std::max(1, shape.head_dim), [](std::int32_t dim) {
-      Arena arena;
-      static_cast<void>(Layout::take(arena, dim));
-      return arena.bytes();
-    });
+    Arena arena;
+    static_cast<void>(Layout::take(arena, shape.head_dim));
+    return arena.bytes();
   }
   /// `bad_observation` without filters, with filters of another dim than the keys', or where the keys are not readable.
   [[nodiscard]] Status check(const CacheView& view, const Observation& obs) const noexcept {
@@ -72,19 +69,20 @@ class QFilterScorer {
     KVTRIM_ASSERT(arena.ok());
     Eigen::Map<Eigen::ArrayXd> filter(mem.filter.data(), dim);
     filter = Eigen::Map<const Eigen::ArrayXf>(obs.filters.of(l, h), dim).cast<double>();
-    detail::score_each_row(view, s, l, h, first, mem.tiles, out, [&](const float* row) {
-      const Eigen::Map<const Eigen::ArrayXf> key(row, dim);
-      return -static_cast<float>((key.cast<double>() * filter).sum());
-    });
+    detail::score_each_row(
+        view, s, l, h, detail::Side::keys, first, mem.block, out, [&](const float* row) {
+          const Eigen::Map<const Eigen::ArrayXf> key(row, dim);
+          return -static_cast<float>((key.cast<double>() * filter).sum());
+        });
   }
 
  private:
   struct Layout {
-    detail::TileScratch tiles;
+    std::span<float> block;    // [block_rows, head_dim]
     std::span<double> filter;  // [head_dim]
     static Layout take(Arena& arena, std::int32_t dim) noexcept {
       Layout m;
-      m.tiles = detail::TileScratch::take(arena, dim);
+      m.block = detail::take_row_block(arena, dim);
       m.filter = arena.take<double>(dim);
       return m;
     }

@@ -5,7 +5,6 @@
 
 #include <kvtrim/detail/rescale.hpp>
 #include <kvtrim/detail/row_scores.hpp>
-#include <kvtrim/detail/value_view.hpp>
 #include <kvtrim/score/row_local.hpp>
 #include <kvtrim/score/scorer.hpp>
 #include <kvtrim/score/value_norm_params.hpp>
@@ -30,7 +29,7 @@ class ValueNormFactor {
  public:
   /// Working space of one call.
   [[nodiscard]] std::size_t scratch_bytes(const PlanShape& shape) const noexcept {
-    return detail::tile_scratch_bytes(shape.value_dim);
+    return detail::row_block_bytes(shape.value_dim);
   }
   /// `bad_observation` where the values are not readable.
   [[nodiscard]] Status check(const CacheView& view, const Observation&) const noexcept {
@@ -57,14 +56,14 @@ class ValueNormFactor {
                   std::int32_t first,
                   std::span<std::byte> scratch,
                   std::span<float> out) const noexcept {
-    const CacheView values = detail::value_view(view);
-    const std::int32_t dim = values.k.head_dim;
+    const std::int32_t dim = view.v.head_dim;
     Arena arena(scratch);
-    const auto tiles = detail::TileScratch::take(arena, dim);
+    const auto block = detail::take_row_block(arena, dim);
     KVTRIM_ASSERT(arena.ok());
-    detail::score_each_row(values, s, l, h, first, tiles, out, [&](const float* value) {
-      return detail::norm_of(value, dim);
-    });
+    detail::score_each_row(
+        view, s, l, h, detail::Side::values, first, block, out, [&](const float* value) {
+          return detail::norm_of(value, dim);
+        });
   }
 };
 static_assert(RowLocalScorer<ValueNormFactor>);
