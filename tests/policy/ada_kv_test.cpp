@@ -213,6 +213,8 @@ TEST_CASE("adakv: heads keep the best rows of them all, and the pages of the oth
     }
   }
   CHECK(w.cache().pool().in_use() == w.pages_needed());
+  CHECK(report.kept_rows == 2 * 2 * 3 * 20);
+  CHECK(report.allocated_rows == 4 * w.pages_needed());  // fragmentation: kept / allocated
 }
 
 TEST_CASE("adakv: a second eviction takes nothing; while generating, the total stays the budget",
