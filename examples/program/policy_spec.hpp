@@ -86,7 +86,7 @@ inline const std::vector<KnownName>& known_policies() {
       return keys;
     };
     const Keys window{"window", "kernel", "pool", "rows", "group", "columns"};
-    const Keys snapkv = with({"config", "sinks"}, window);
+    const Keys snapkv = with(with({"config"}, window), {"sinks"});
     const Keys expected{"sinks", "future", "epsilon", "covariance", "values"};
     std::vector<KnownName> names{
         {"streaming", {"sinks", "form"}},
