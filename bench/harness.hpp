@@ -21,7 +21,7 @@ namespace kvtrim_bench {
 /// Seconds spent on one line of the table; KVTRIM_BENCH_SECONDS overrides it.
 inline double seconds_a_line() {
   const char* const given = std::getenv("KVTRIM_BENCH_SECONDS");
-  return given != nullptr ? std::atof(given) : 0.8;
+  return given != nullptr ? std::atof(given) : 0.5;
 }
 
 /// What a time is read from: the thread's own time is deaf to whoever else wants the core, but sees one thread only.

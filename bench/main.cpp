@@ -9,6 +9,10 @@
 #include <string>
 #include <vector>
 
+namespace kvtrim_bench {
+void print_workspaces();
+}
+
 namespace {
 
 class Table : public benchmark::BenchmarkReporter {
@@ -76,6 +80,7 @@ int main(int argc, char** argv) {
   if (benchmark::ReportUnrecognizedArguments(argc, argv)) { return 1; }
   Table table;
   benchmark::RunSpecifiedBenchmarks(&table);
+  kvtrim_bench::print_workspaces();
   benchmark::Shutdown();
   return 0;
 }

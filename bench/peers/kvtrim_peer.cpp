@@ -141,8 +141,8 @@ int main(int argc, char** argv) {
     if (method == "snapkv") {
       return serve(SnapKVSelector({.window = 32, .budget = keep}), argv[1], shape, threads);
     }
-    std::fprintf(stderr, "kvtrim_peer: no method %s\n", method.c_str());
-    return 2;
+    // Not in this version: the caller sees no "ready".
+    return 3;
   } catch (const std::exception& e) {
     std::fprintf(stderr, "kvtrim_peer: %s\n", e.what());
     return 1;

@@ -114,12 +114,10 @@ class CopyQueue {
   };
   void flush() noexcept {
     for (std::uint32_t i = 0; i < count_; ++i) {
-#ifdef __GNUC__
       if (i + ahead < count_) {
         const Block& later = blocks_[i + ahead];
-        for (std::size_t b = 0; b < later.bytes; b += 256) { __builtin_prefetch(later.from + b); }
+        for (std::size_t b = 0; b < later.bytes; b += 256) { KVTRIM_PREFETCH(later.from + b); }
       }
-#endif
       std::memcpy(blocks_[i].to, blocks_[i].from, blocks_[i].bytes);
     }
     count_ = 0;

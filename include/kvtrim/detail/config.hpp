@@ -14,10 +14,32 @@
 // Off the hot path and never inlined: keeps the caller's code small.
 #define KVTRIM_COLD [[gnu::noinline, gnu::cold]]
 
+// Asks for memory that will be read soon.
+#if defined(__GNUC__)
+#  define KVTRIM_PREFETCH(address) __builtin_prefetch(address)
+#else
+#  define KVTRIM_PREFETCH(address) static_cast<void>(address)
+#endif
+
 // A broken precondition is a bug in the caller, not a condition to report. Without assertions the
 // condition is still compiled, never evaluated: it cannot rot, and its variables count as used.
 #if defined(NDEBUG)
 #  define KVTRIM_ASSERT(...) (static_cast<void>(sizeof((__VA_ARGS__) ? 1 : 0)))
 #else
 #  define KVTRIM_ASSERT(...) assert((__VA_ARGS__))
+#endif
+
+// Work that a test counts (tests/counts defines KVTRIM_COUNTS before the first header); nothing elsewhere.
+#ifdef KVTRIM_COUNTS
+#  include <cstdint>
+namespace kvtrim::detail {
+struct Counts {
+  std::int64_t rows_read = 0;      // keys loaded for scores
+  std::int64_t product_flops = 0;  // of their products with queries
+};
+inline thread_local Counts work_counts;
+}  // namespace kvtrim::detail
+#  define KVTRIM_COUNT(counter, n) (::kvtrim::detail::work_counts.counter += (n))
+#else
+#  define KVTRIM_COUNT(counter, n) static_cast<void>(0)
 #endif

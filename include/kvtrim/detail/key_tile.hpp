@@ -71,6 +71,7 @@ inline void load_rows(const Plane& plane,
                       const std::byte* from,
                       std::int32_t count,
                       float* out) noexcept {
+  KVTRIM_COUNT(rows_read, count);
   const std::int64_t dim = plane.head_dim;
   if (!plane.contiguous_rows()) {
     for (std::int32_t i = 0; i < count; ++i) {

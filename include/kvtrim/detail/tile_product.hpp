@@ -145,6 +145,7 @@ void for_each_logit_block(const TileScratch& s,
                           std::int32_t begin,
                           std::int32_t end,
                           F&& f) noexcept {
+  KVTRIM_COUNT(product_flops, std::int64_t{2} * head_dim * panel_rows * (end - begin));
   alignas(64) float logits[block_queries * panel_rows];
   for (std::int32_t q = begin; q < end; q += block_queries) {
     multiply_block(s.packed_keys.data() + static_cast<std::ptrdiff_t>(first) * head_dim,
