@@ -385,6 +385,9 @@ inline float __fmaf_rn(float a, float b, float c) {
 inline float __fadd_rn(float a, float b) {
   return a + b;
 }
+inline float __fdiv_rn(float a, float b) {
+  return a / b;
+}
 inline float __fmul_rn(float a, float b) {
   return a * b;
 }
