@@ -30,8 +30,8 @@ struct WarpProduct {
         "mma.m16n8k16",
         &mine,
         [](void* const operands[32]) {
-          const auto value = [](std::uint32_t bits, int half) {
-            const auto x = static_cast<std::uint16_t>(bits >> (16 * half));
+          const auto value = [](std::uint32_t bits, int part) {
+            const auto x = static_cast<std::uint16_t>(bits >> (16 * part));
             return std::is_same_v<T, __half> ? f16_to_float(x) : bf16_to_float(x);
           };
           float rows[16][16];
@@ -40,11 +40,13 @@ struct WarpProduct {
             const auto* const o = static_cast<const Operands*>(operands[lane]);
             const int g = lane / 4;
             const int t = lane % 4;
-            for (int half = 0; half < 2; ++half) {
+            for (int part = 0; part < 2; ++part) {
               for (int r = 0; r < 4; ++r) {
-                rows[g + 8 * (r % 2)][2 * t + half + 8 * (r / 2)] = value(o->a[r], half);
+                rows[g + 8 * (r % 2)][2 * t + part + 8 * (r / 2)] = value(o->a[r], part);
               }
-              for (int r = 0; r < 2; ++r) { columns[g][2 * t + half + 8 * r] = value(o->b[r], half); }
+              for (int r = 0; r < 2; ++r) {
+                columns[g][2 * t + part + 8 * r] = value(o->b[r], part);
+              }
             }
           }
           for (int lane = 0; lane < 32; ++lane) {
@@ -61,14 +63,13 @@ struct WarpProduct {
         emulator::Site::here());
 #else
     if constexpr (std::is_same_v<T, __half>) {
-      asm(
-          "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
+          "{%8,%9}, "
           "{%0,%1,%2,%3};"
           : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
           : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
     } else {
-      asm(
-          "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
+      asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
           "{%8,%9}, {%0,%1,%2,%3};"
           : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
           : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));

@@ -42,15 +42,15 @@ struct AttentionArgs {
   AttentionUse use;
   Reduction rows;
   Reduction group;
-  bool query_vectors;           // queries may be loaded by four elements
-  bool squared;                 // column sums: of squared probabilities
-  bool age_normalised;          // column sums: `scores` are divided by the age
-  double decay;                 // column sums
-  float* raw;                   // [items, max_rows] by live index, or rank
-  const std::int32_t* ranks;    // [items, max_rows] by live index; null: tables are ordered
-  const float* lse2;            // [items, most_queries] base 2; null: the engine's
-  float2* partials;             // [items, most_queries, most_tiles]
-  SequencePlane scores;         // column sums: sum over both planes; absent: not wanted
+  bool query_vectors;         // queries may be loaded by four elements
+  bool squared;               // column sums: of squared probabilities
+  bool age_normalised;        // column sums: `scores` are divided by the age
+  double decay;               // column sums
+  float* raw;                 // [items, max_rows] by live index, or rank
+  const std::int32_t* ranks;  // [items, max_rows] by live index; null: tables are ordered
+  const float* lse2;          // [items, most_queries] base 2; null: the engine's
+  float2* partials;           // [items, most_queries, most_tiles]
+  SequencePlane scores;       // column sums: sum over both planes; absent: not wanted
 };
 
 inline constexpr int attention_threads = 128;
@@ -74,14 +74,13 @@ struct QueryRange {
   [[nodiscard]] KVTRIM_DEVICE std::int32_t count() const { return group * padded; }
 };
 
-template <int Pad>
-KVTRIM_DEVICE QueryRange query_range(const AttentionArgs& a, const KeyTile& tile) {
+KVTRIM_DEVICE QueryRange query_range(const AttentionArgs& a, SequenceId s, std::int32_t pad) {
   QueryRange q;
-  const std::int32_t given = query_count(a.queries.block, tile.sequence);
+  const std::int32_t given = query_count(a.queries.block, s);
   q.group = a.queries.block.query_heads / a.view.kv_heads;
   q.votes = given < a.window ? given : a.window;
   q.first = given - q.votes;
-  q.padded = (q.votes + Pad - 1) / Pad * Pad;
+  q.padded = (q.votes + pad - 1) / pad * pad;
   return q;
 }
 
@@ -207,9 +206,7 @@ KVTRIM_DEVICE KeyRow key_row(const AttentionArgs& a, const KeyTile& tile, std::i
 /// Chunk `c` of a key: features c * 16 / sizeof(T) and on.
 template <class T>
 KVTRIM_DEVICE uint4 load_chunk(const AttentionArgs& a, const KeyRow& row, int c) {
-  if (row.chunks) {
-    return __ldg(reinterpret_cast<const uint4*>(row.at + c * a.chunk_stride));
-  }
+  if (row.chunks) { return __ldg(reinterpret_cast<const uint4*>(row.at + c * a.chunk_stride)); }
   constexpr int count = 16 / static_cast<int>(sizeof(T));
   constexpr int in_word = 4 / static_cast<int>(sizeof(T));
   using Bits = std::conditional_t<sizeof(T) == 4,
@@ -218,8 +215,10 @@ KVTRIM_DEVICE uint4 load_chunk(const AttentionArgs& a, const KeyRow& row, int c)
   std::uint32_t words[4] = {0, 0, 0, 0};
   KVTRIM_UNROLL
   for (int e = 0; e < count; ++e) {
-    const Bits bits = *reinterpret_cast<const Bits*>(row.at + a.view.k.feature_offset(c * count + e));
-    words[e / in_word] |= static_cast<std::uint32_t>(bits) << (e % in_word * 8 * static_cast<int>(sizeof(T)));
+    const Bits bits =
+        *reinterpret_cast<const Bits*>(row.at + a.view.k.feature_offset(c * count + e));
+    words[e / in_word] |= static_cast<std::uint32_t>(bits)
+                          << (e % in_word * 8 * static_cast<int>(sizeof(T)));
   }
   return make_uint4(words[0], words[1], words[2], words[3]);
 }
@@ -233,11 +232,11 @@ KVTRIM_DEVICE void values_of(std::uint32_t word, float (&out)[4 / sizeof(T)]) {
     out[0] = __uint_as_float(word << 16U);
     out[1] = __uint_as_float(word & 0xFFFF'0000U);
   } else if constexpr (std::is_same_v<T, __half>) {
-    const auto half = [](std::uint32_t bits) {
+    const auto widened = [](std::uint32_t bits) {
       return __half2float(__ushort_as_half(static_cast<unsigned short>(bits)));
     };
-    out[0] = half(word & 0xFFFFU);
-    out[1] = half(word >> 16U);
+    out[0] = widened(word & 0xFFFFU);
+    out[1] = widened(word >> 16U);
   } else {
     KVTRIM_UNROLL
     for (int i = 0; i < 4; ++i) {
@@ -246,10 +245,9 @@ KVTRIM_DEVICE void values_of(std::uint32_t word, float (&out)[4 / sizeof(T)]) {
         out[i] = __half2float(__ushort_as_half(static_cast<unsigned short>(bits << 8U)));
       } else {
         // Exponents are 120 too low; the product normalises subnormals too. The one NaN has all bits set.
-        const float magnitude = (bits & 0x7FU) == 0x7FU
-                                    ? __uint_as_float(0x7FC0'0000U)
-                                    : __uint_as_float((bits & 0x7FU) << 20U) *
-                                          __uint_as_float(0x7B80'0000U);
+        const float magnitude = (bits & 0x7FU) == 0x7FU ? __uint_as_float(0x7FC0'0000U)
+                                                        : __uint_as_float((bits & 0x7FU) << 20U) *
+                                                              __uint_as_float(0x7B80'0000U);
         out[i] = (bits & 0x80U) != 0 ? -magnitude : magnitude;
       }
     }
@@ -407,15 +405,16 @@ KVTRIM_DEVICE void attend(const AttentionArgs& a,
       sums ? static_cast<std::int32_t>(blockIdx.x)
            : static_cast<std::int32_t>(tiles * static_cast<std::int64_t>(blockIdx.x) / blocks);
   const std::int32_t end =
-      sums ? tiles
-           : static_cast<std::int32_t>(tiles * (static_cast<std::int64_t>(blockIdx.x) + 1) / blocks);
+      sums
+          ? tiles
+          : static_cast<std::int32_t>(tiles * (static_cast<std::int64_t>(blockIdx.x) + 1) / blocks);
   const std::int32_t stride = sums ? static_cast<std::int32_t>(blocks) : 1;
   std::int32_t staged_item = -1;
 
   for (std::int32_t i = begin; i < end; i += stride) {
     const KeyTile tile = tile_at(a.view, a.tiles, i);
     if (!sums && tile.live <= a.window) { continue; }  // all columns are the window's own
-    const QueryRange range = query_range<Product::pad>(a, tile);
+    const QueryRange range = query_range(a, tile.sequence, Product::pad);
 
     std::int32_t position[keys];
     std::int32_t bad = 0;
@@ -482,7 +481,9 @@ KVTRIM_DEVICE void attend(const AttentionArgs& a,
         staged_item = tile.item;
       }
       std::int32_t earliest = never_seen;
-      for (std::int32_t q = lane; q < count; q += 32) { earliest = min(earliest, facts.position[q]); }
+      for (std::int32_t q = lane; q < count; q += 32) {
+        earliest = min(earliest, facts.position[q]);
+      }
       earliest = __reduce_min_sync(full_warp, earliest);
       const bool masked = newest > earliest;
       std::int32_t in_head = p0 % range.padded;
@@ -496,7 +497,8 @@ KVTRIM_DEVICE void attend(const AttentionArgs& a,
           float logit[keys];
           KVTRIM_UNROLL
           for (int j = 0; j < keys; ++j) {
-            logit[j] = cap > 0 ? tanhf(dots[n][j] * factor) * cap2 - lse2 : dots[n][j] * factor - lse2;
+            logit[j] =
+                cap > 0 ? tanhf(dots[n][j] * factor) * cap2 - lse2 : dots[n][j] * factor - lse2;
           }
           if (masked) {
             const std::int32_t seen_until = facts.position[q];
@@ -555,7 +557,8 @@ KVTRIM_DEVICE void attend(const AttentionArgs& a,
               if (part.y > 0) { all.y += part.y * exp2_of(part.x - all.x); }
             }
           }
-          a.partials[(static_cast<std::int64_t>(tile.item) * a.most_queries + p0 + q) * a.most_tiles +
+          a.partials[(static_cast<std::int64_t>(tile.item) * a.most_queries + p0 + q) *
+                         a.most_tiles +
                      tile.index] = all;
         }
       } else {
@@ -576,8 +579,8 @@ KVTRIM_DEVICE void attend(const AttentionArgs& a,
         if (reduced.heads == 0 || is_bad) { score = nan; }
         const std::int64_t item_rows = static_cast<std::int64_t>(tile.item) * a.tiles.max_rows;
         const std::int32_t live = tile.live_index(row);
-        a.raw[item_rows + (a.ranks != nullptr && !tile.ordered ? a.ranks[item_rows + live] : live)] =
-            score;
+        a.raw[item_rows +
+              (a.ranks != nullptr && !tile.ordered ? a.ranks[item_rows + live] : live)] = score;
         continue;
       }
       auto& total = *reinterpret_cast<float*>(

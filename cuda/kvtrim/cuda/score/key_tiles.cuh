@@ -7,6 +7,7 @@
 
 #include <kvtrim/cache/cache_view.hpp>
 #include <kvtrim/cuda/detail/device.hpp>
+#include <kvtrim/cuda/detail/workspace.hpp>
 
 #include <cstddef>
 #include <cstdint>
@@ -52,11 +53,8 @@ struct KeyTile {
 };
 
 /// Rows of a table that lie within the bound.
-KVTRIM_DEVICE std::int32_t bounded_extent(const CacheView& view,
-                                          SequenceId s,
-                                          LayerId l,
-                                          HeadId h,
-                                          std::int32_t max_rows) {
+KVTRIM_DEVICE std::int32_t bounded_extent(
+    const CacheView& view, SequenceId s, LayerId l, HeadId h, std::int32_t max_rows) {
   const std::int32_t live = view.live_rows(s, l, h);
   const std::int32_t extent = live + (view.state(s, l, h).append_row >= 0 ? 1 : 0);
   return live <= 0 ? 0 : extent < max_rows ? extent : max_rows;
@@ -143,7 +141,8 @@ KVTRIM_DEVICE KeyTile tile_at(const CacheView& view, const TileList& list, std::
 }
 
 /// Tiles of a batch, at most; -1 where they cannot be counted in 31 bits.
-[[nodiscard]] inline std::int32_t most_tiles(const CacheView& view, std::int32_t max_rows) noexcept {
+[[nodiscard]] inline std::int32_t most_tiles(const CacheView& view,
+                                             std::int32_t max_rows) noexcept {
   const std::int32_t keys = tile_keys(view.k.head_dim);
   const std::int64_t each = (static_cast<std::int64_t>(max_rows) + keys - 1) / keys;
   const std::int64_t items =
@@ -152,21 +151,25 @@ KVTRIM_DEVICE KeyTile tile_at(const CacheView& view, const TileList& list, std::
   return all < 0x7FFF'FFFF ? static_cast<std::int32_t>(all) : -1;
 }
 
-/// Pieces of a workspace, each at a multiple of 256 bytes.
-class WorkspaceCursor {
- public:
-  explicit WorkspaceCursor(void* base = nullptr) noexcept : base_(static_cast<std::byte*>(base)) {}
-  template <class T>
-  T* take(std::int64_t count) noexcept {
-    const std::size_t at = used_;
-    used_ += (static_cast<std::size_t>(count) * sizeof(T) + 255) / 256 * 256;
-    return base_ == nullptr ? nullptr : reinterpret_cast<T*>(base_ + at);
-  }
-  [[nodiscard]] std::size_t bytes() const noexcept { return used_; }
+/// Whether a plane holds floats that a kernel may write.
+[[nodiscard]] inline bool float_plane(const SequencePlane& p) noexcept {
+  return p.base != nullptr && p.element_bytes == 4 && aligned_to(4, p.base) &&
+         (p.sequence_stride | p.layer_stride | p.head_stride | p.row_stride) % 4 == 0;
+}
 
- private:
-  std::byte* base_;
-  std::size_t used_ = 0;
-};
+/// Bytes of a workspace that holds the list of tiles alone.
+[[nodiscard]] inline std::size_t tile_list_bytes(const CacheView& view) noexcept {
+  WorkspaceLayout layout;
+  static_cast<void>(layout.take<std::int32_t>(
+      static_cast<std::int64_t>(view.sequences) * view.tables_per_sequence() + 1));
+  return layout.bytes();
+}
+/// Whether a workspace can hold `needed` bytes.
+[[nodiscard]] inline bool workspace_fits(const void* workspace,
+                                         std::size_t bytes,
+                                         std::size_t needed) noexcept {
+  return workspace != nullptr && aligned_to(WorkspaceLayout::alignment, workspace) &&
+         bytes >= needed;
+}
 
 }  // namespace kvtrim::cuda::detail

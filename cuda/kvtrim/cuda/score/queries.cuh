@@ -16,7 +16,7 @@ namespace kvtrim::cuda {
 
 /// A `QueryBlock` on the device, with queries of any type that attention computes them in.
 struct DeviceQueries {
-  QueryBlock block{};  ///< `data` points to elements of `dtype`; strides count elements of it
+  QueryBlock block{};        ///< `data` points to elements of `dtype`; strides count elements of it
   DType dtype = DType::f32;  ///< f32, f16 or bf16
 };
 
@@ -31,7 +31,8 @@ struct KeyScales {
 /// launch can be captured into a graph and replayed while lengths change.
 struct ScoreBounds {
   std::int32_t max_rows = 0;  ///< rows of a table, at most; what lies beyond is not looked at
-  std::int32_t min_rows = 0;  ///< tables of at most so many live rows are left out: nothing is written for them
+  std::int32_t min_rows =
+      0;  ///< tables of at most so many live rows are left out: nothing is written for them
 };
 
 namespace detail {
