@@ -58,7 +58,8 @@ Want want(const Case& c, std::size_t item) {
   kept.insert(kept.end(), order.begin() + task.end, order.end());
   std::vector<std::int32_t> rest(order.begin() + task.begin, order.begin() + task.end);
   Want w;
-  for (const auto e : rest) { w.nan += std::isnan(c.scores[c.at(item, e)]) ? 1 : 0; }
+  const bool asked = task.keep > static_cast<std::int32_t>(kept.size());
+  for (const auto e : rest) { w.nan += asked && std::isnan(c.scores[c.at(item, e)]) ? 1 : 0; }
   std::sort(rest.begin(), rest.end(), [&](auto a, auto b) {
     const float x = c.scores[c.at(item, a)];
     const float y = c.scores[c.at(item, b)];

@@ -70,11 +70,16 @@ KVTRIM_DEVICE SelectItem item_of(const SelectBounds& bounds, int item) {
           HeadId{item % bounds.kv_heads}};
 }
 
+/// Rows that stay beside the protected ones; below 1, scores are not looked at.
+KVTRIM_DEVICE int wanted_of(const SelectTask& task) {
+  const int live = task.extent - (task.hole >= 0 ? 1 : 0);
+  return task.keep - (live - (task.end - task.begin));
+}
 KVTRIM_DEVICE float score_of(const RowScores& rows,
                              const SelectItem& at,
                              const SelectTask& task,
                              int e) {
-  if (!rows.scores) { return 0.0F; }
+  if (!rows.scores || wanted_of(task) <= 0) { return 0.0F; }
   float score = rows.scores.at<float>(at.s, at.l, at.h, e);
   if (rows.compensations) {
     score = __fadd_rn(score, rows.compensations.at<float>(at.s, at.l, at.h, e));
@@ -214,9 +219,8 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(select_threads) select_kernel(RowScores row
     const SelectTask task = tasks[item];
     if (task.active == 0 || (unordered_only && task.ordered != 0)) { continue; }
     const SelectItem at = item_of(bounds, item);
-    const int live = task.extent - (task.hole >= 0 ? 1 : 0);
     const int competing = task.end - task.begin;
-    const int wanted = task.keep - (live - competing);
+    const int wanted = wanted_of(task);
     Competing range{entry_of_rank(task, task.begin), entry_of_rank(task, task.end)};
     const bool by_position = task.ordered == 0 && static_cast<bool>(rows.positions);
     const auto position_at = [&](int e) {
@@ -323,10 +327,6 @@ KVTRIM_DEVICE Competing range_of(const SelectTask& task) {
   return task.end <= task.begin
              ? Competing{0, 0}
              : Competing{entry_of_rank(task, task.begin), entry_of_rank(task, task.end)};
-}
-KVTRIM_DEVICE int wanted_of(const SelectTask& task) {
-  const int live = task.extent - (task.hole >= 0 ? 1 : 0);
-  return task.keep - (live - (task.end - task.begin));
 }
 KVTRIM_DEVICE bool has_threshold(const SelectTask& task) {
   const int wanted = wanted_of(task);
@@ -546,7 +546,8 @@ struct SelectWorkspace {
 /// \param bounds       host bounds; path and workspace depend on nothing else
 /// \param[out] out     device, [sequences, layers, kv_heads, max_rows]: `keep` entries that stay, ascending, then the other
 ///   entries (the hole among them), ascending
-/// \param[out] nan_counts device, [sequences, layers, kv_heads]: NaN among the scores that compete
+/// \param[out] nan_counts device, [sequences, layers, kv_heads]: NaN among the scores that compete;
+///   scores are not looked at where none of those rows can stay
 /// \param workspace    device, [top_k_workspace_bytes(bounds)], aligned to 256 bytes
 /// \returns `cudaErrorInvalidValue` for bounds or a workspace that cannot be, before any launch; else the launch's status
 /// \par Ties
