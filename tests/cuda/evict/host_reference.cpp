@@ -4,6 +4,7 @@
 #include <kvtrim/evict/planner.hpp>
 #include <kvtrim/score/accumulate.hpp>
 #include <kvtrim/score/external.hpp>
+#include <kvtrim/score/window.hpp>
 
 #include <cstddef>
 #include <vector>
@@ -35,6 +36,13 @@ Plan host_plan(const HeavyHitter& policy,
   return planned(policy, view, obs, removal);
 }
 Plan host_plan(const ByScore& policy,
+               const CacheView& view,
+               const Observation& obs,
+               Removal removal) {
+  return planned(policy, view, obs, removal);
+}
+
+Plan host_plan(const SnapKVSelector& policy,
                const CacheView& view,
                const Observation& obs,
                Removal removal) {

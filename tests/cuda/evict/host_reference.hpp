@@ -7,6 +7,7 @@
 #include <kvtrim/evict/plan.hpp>
 #include <kvtrim/evict/plan_shape.hpp>
 #include <kvtrim/policy/heavy_hitter.hpp>
+#include <kvtrim/policy/snapkv_selector.hpp>
 #include <kvtrim/policy/streaming_sink.hpp>
 #include <kvtrim/score/external_params.hpp>
 #include <kvtrim/score/observation.hpp>
@@ -44,6 +45,11 @@ Plan host_plan(const HeavyHitter& policy,
                const Observation& obs,
                Removal removal);
 Plan host_plan(const ByScore& policy,
+               const CacheView& view,
+               const Observation& obs,
+               Removal removal);
+
+Plan host_plan(const SnapKVSelector& policy,
                const CacheView& view,
                const Observation& obs,
                Removal removal);

@@ -54,6 +54,16 @@ __global__ void gate_kernel(CacheView view, DevicePlan plan, DeviceStage from, D
   }
 }
 
+/// One unit of global memory that is not looked at again: past the first-level cache, first to leave the second.
+template <class T>
+KVTRIM_DEVICE T load_once(const std::byte* p) {
+  return __ldcs(reinterpret_cast<const T*>(p));
+}
+template <class T>
+KVTRIM_DEVICE void store_once(std::byte* p, T value) {
+  __stcs(reinterpret_cast<T*>(p), value);
+}
+
 /// Pages and slot of a row.
 struct DevicePlace {
   PageId k_page;
@@ -125,12 +135,12 @@ KVTRIM_DEVICE void move_units(
         const int row = u / units;
         const std::int64_t offset = p.offset(u - row * units);
         targets[j] = row_in(p, l, h, shared.to[row]) + offset;
-        values[j] = *reinterpret_cast<const T*>(row_in(p, l, h, shared.from[row]) + offset);
+        values[j] = load_once<T>(row_in(p, l, h, shared.from[row]) + offset);
       }
     }
     KVTRIM_UNROLL
     for (int j = 0; j < batch; ++j) {
-      if (base + j * move_threads < all) { *reinterpret_cast<T*>(targets[j]) = values[j]; }
+      if (base + j * move_threads < all) { store_once(targets[j], values[j]); }
     }
   }
 }
@@ -200,8 +210,9 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(move_threads, 2)
         using T = decltype(unit);
         for (int u = thread; u < count * units; u += move_threads) {
           const Move move = shared.rows[u / units];
-          reinterpret_cast<T*>(p.row(s, l, h, move.to))[u % units] =
-              reinterpret_cast<const T*>(p.row(s, l, h, move.from))[u % units];
+          const std::int64_t offset = u % units * std::int64_t{unit_bytes};
+          store_once(p.row(s, l, h, move.to) + offset,
+                     load_once<T>(p.row(s, l, h, move.from) + offset));
         }
       });
     }
@@ -244,9 +255,9 @@ KVTRIM_DEVICE void pack_units(const DevicePlan& plan,
     const std::int32_t to = row + u / units;
     T value{};
     const bool in = to < chain.end;
-    if (in) { value = *reinterpret_cast<const T*>(address(source_of(plan, chain, to), u % units)); }
+    if (in) { value = load_once<T>(address(source_of(plan, chain, to), u % units)); }
     __syncthreads();
-    if (in) { *reinterpret_cast<T*>(address(to, u % units)) = value; }
+    if (in) { store_once(address(to, u % units), value); }
     __syncthreads();
     row += (skip + move_threads) / units;
     skip = (skip + move_threads) % units;
@@ -287,9 +298,8 @@ KVTRIM_DEVICE void pack_vectors(const CacheView& view, const Chain& chain, const
       const std::int32_t to = row + u / units;
       if (to < chain.end) {
         const DevicePlace place = old_place(view, chain.s, chain.l, chain.h, to);
-        *reinterpret_cast<uint4*>(row_in(p, chain.l, chain.h, place) +
-                                  (u % units) * std::int64_t{16}) =
-            ring[stage * tile + j * move_threads + static_cast<int>(threadIdx.x)];
+        store_once(row_in(p, chain.l, chain.h, place) + (u % units) * std::int64_t{16},
+                   ring[stage * tile + j * move_threads + static_cast<int>(threadIdx.x)]);
       }
     }
     row = next_row;

@@ -4,6 +4,7 @@
 // What ranks the rows of a policy on the device: the counterpart of `ScorerOf`.
 
 #include <kvtrim/cuda/detail/device.hpp>
+#include <kvtrim/cuda/score/queries.cuh>
 #include <kvtrim/cuda/select/top_k.cuh>
 #include <kvtrim/score/accumulate_params.hpp>
 #include <kvtrim/score/external_params.hpp>
@@ -20,6 +21,7 @@ namespace kvtrim::cuda {
 struct DeviceObservation {
   QueryBlock queries{};  ///< `data` in elements of `query_dtype`, strides in elements
   DType query_dtype = DType::f32;
+  KeyScales key_scales{};  ///< of fp8 keys
   SequencePlane scores{};  ///< ready-made fp32 scores by row, used in place of the policy's scorer
   const std::int32_t* budgets =
       nullptr;           ///< rows to keep, in place of the policy's own; null: the policy's

@@ -205,7 +205,7 @@ struct NoTiesLeft {
 
 // A block: one KV head. Thread t: entries t, t + 512, ...
 template <bool KeysInShared>
-__global__ void KVTRIM_LAUNCH_BOUNDS(select_threads) select_kernel(RowScores rows,
+__global__ void KVTRIM_LAUNCH_BOUNDS(select_threads, 1) select_kernel(RowScores rows,
                                                                    const SelectTask* tasks,
                                                                    SelectBounds bounds,
                                                                    bool unordered_only,
