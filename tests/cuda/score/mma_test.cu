@@ -115,13 +115,11 @@ __global__ void dots_kernel(AttentionArgs a, const std::uint16_t* queries, float
     staged[Product::place(q, c)] = reinterpret_cast<const uint4*>(queries)[thread];
   }
   __syncthreads();
-  Product product;
-  product.staged = staged;
-  const int t = thread & 3;
+  Product product(staged);
   const int first = thread / 32 * 32 + (thread & 31) / 4;
   for (int j = 0; j < 4; ++j) {
-    const KeyRow row{a.view.k.base + (first + 8 * j) * a.view.k.token_stride, true};
-    product.load_key(a, &row, t, j);
+    const std::byte* const row = a.view.k.base + (first + 8 * j) * a.view.k.token_stride;
+    product.take_key(j, [&](int c) { return load_chunk(a, row, c); });
   }
   float dots[2][4];
   product.dots(0, dots);

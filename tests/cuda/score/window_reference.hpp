@@ -32,18 +32,22 @@ inline Bounded reduce(Reduction how, const std::vector<Bounded>& x) {
   return {r.value / n, r.error / n};
 }
 
-/// exp(x - lse) with its bound: what `window_scores` promises.
-inline Bounded probability(double x, double size, double lse, double largest_size) {
+/// exp(x - lse) with the bound that `window_scores` promises. `sum`: 4, or 16 on tensor cores.
+inline Bounded probability(double x, double size, double lse, double largest_size, double sum) {
   const double p = std::exp(x - lse);
-  const double eps = std::ldexp(1, -24);
-  return {p,
-          p * (std::ldexp(1, -21) +
-               eps * (4 * size + 2 * std::fabs(x) + 2 * std::fabs(lse) + 4 * largest_size))};
+  const double relative =
+      std::ldexp(1, -21) +
+      std::ldexp(sum * (size + largest_size) + 2 * std::fabs(x) + 2 * std::fabs(lse), -24);
+  return {p, p * relative + std::ldexp(1, -126)};
 }
 
 /// Scores of (sequence, layer, KV head) by row of the table.
-inline std::vector<Bounded> window_reference(
-    ScoreWorld& w, const WindowParams& params, std::int32_t s, std::int32_t l, std::int32_t h) {
+inline std::vector<Bounded> window_reference(ScoreWorld& w,
+                                             const WindowParams& params,
+                                             std::int32_t s,
+                                             std::int32_t l,
+                                             std::int32_t h,
+                                             double sum_error) {
   const double nan = std::numeric_limits<double>::quiet_NaN();
   const std::int32_t given = w.query_count(s);
   const std::int32_t votes = std::min(given, params.window);
@@ -66,10 +70,12 @@ inline std::vector<Bounded> window_reference(
       const double lse = w.o.lse ? w.lse(s, l, h * w.o.group + g, i) : std::log(sum);
       if (!std::isfinite(lse)) { continue; }
       for (std::int32_t r = 0; r < w.extent(s); ++r) {
-        row.push_back(
-            w.sees(s, l, h, i, r)
-                ? probability(logits[at(r)].value, logits[at(r)].size, lse, w.o.lse ? 0 : largest)
-                : Bounded{});
+        row.push_back(w.sees(s, l, h, i, r) ? probability(logits[at(r)].value,
+                                                          logits[at(r)].size,
+                                                          lse,
+                                                          w.o.lse ? 0 : largest,
+                                                          sum_error)
+                                            : Bounded{});
       }
     }
   }

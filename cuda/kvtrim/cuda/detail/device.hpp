@@ -37,6 +37,7 @@
 #  define KVTRIM_DYNAMIC_SHARED(type, name) \
     type* const name = reinterpret_cast<type*>(::kvtrim::emulator::dynamic_shared())
 #  define KVTRIM_UNROLL
+#  define KVTRIM_NO_UNROLL
 #  define KVTRIM_LAUNCH_BOUNDS(...)
 #else
 #  define KVTRIM_SHARED(type, name, ...) __shared__ type name __VA_ARGS__
@@ -44,6 +45,7 @@
     extern __shared__ __align__(16) unsigned char kvtrim_dynamic_shared[]; \
     type* const name = reinterpret_cast<type*>(kvtrim_dynamic_shared)
 #  define KVTRIM_UNROLL _Pragma("unroll")
+#  define KVTRIM_NO_UNROLL _Pragma("unroll 1")
 #  define KVTRIM_LAUNCH_BOUNDS(...) __launch_bounds__(__VA_ARGS__)
 #endif
 // A function of kernels: always inlined.

@@ -100,7 +100,7 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(Threads) accumulate_kernel(AccumulateArgs a
     KVTRIM_UNROLL
     for (int k = 0; k < 4; ++k) {
       if (decay != 1) { scale_compensated(sum[k], rest[k], decay); }
-      add_compensated(sum[k], rest[k], p[k] * share);
+      add_compensated(sum[k], rest[k], __fmul_rn(p[k], share));  // no fma: the sum must be exact
       score[k] = sum[k] + rest[k];
       if (a.params.age_normalised && scores != nullptr && tile.holds(row + k)) {
         const std::int32_t age =
@@ -152,7 +152,8 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(Threads) accumulate_kernel(AccumulateArgs a
 /// \returns `cudaErrorInvalidValue` before anything is launched: no score planes, no probabilities, query heads that are
 ///   no multiple of the KV heads, misaligned planes, a workspace too small
 /// \par Ties
-///   none. NaN: as `accumulate_probabilities` on the CPU, whose sums these equal bit for bit where `squared` is off
+///   none. NaN: as `accumulate_probabilities` on the CPU, whose sums these equal bit for bit without decay and squares,
+///   else to 2^-40
 /// \par Complexity
 ///   O(group * live rows); rows by 16 bytes where planes and probabilities allow it
 /// \par Stream
@@ -173,8 +174,8 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(Threads) accumulate_kernel(AccumulateArgs a
   const std::int64_t tiles =
       each * view.sequences * view.layers * static_cast<std::int64_t>(view.kv_heads);
   if (view.kv_heads < 1 || view.layers < 1 || view.sequences < 0 || max_rows < 0 ||
-      !float_plane(view.score_sums) || !float_plane(view.score_compensations) ||
-      (scores && !float_plane(scores)) || probabilities.data == nullptr ||
+      !own_float_plane(view.score_sums, view) || !own_float_plane(view.score_compensations, view) ||
+      (scores && !own_float_plane(scores, view)) || probabilities.data == nullptr ||
       !aligned_to(4, probabilities.data) || probabilities.query_heads < view.kv_heads ||
       probabilities.query_heads % view.kv_heads != 0 || tiles > 0x7FFF'FFFF ||
       (tiles > 0 && !workspace_fits(workspace, workspace_bytes, tile_list_bytes(view)))) {

@@ -55,6 +55,7 @@ struct AttentionArgs {
 
 inline constexpr int attention_threads = 128;
 inline constexpr std::int32_t never_seen = std::numeric_limits<std::int32_t>::max();
+inline constexpr float infinity = std::numeric_limits<float>::infinity();
 
 /// What is known of the queries of a chunk beside their features. A query without a vote has an LSE of +inf: all its
 /// probabilities are 0, which changes neither a sum nor a maximum.
@@ -105,7 +106,7 @@ KVTRIM_DEVICE void note_query(const AttentionArgs& a,
                               std::int32_t slot) {
   const std::int32_t head = p / range.padded;
   const std::int32_t i = range.first + p % range.padded;
-  float lse2 = __uint_as_float(0x7F80'0000U);
+  float lse2 = infinity;
   std::int32_t position = never_seen;
   float weight = 1;
   if (readable) {
@@ -146,6 +147,25 @@ KVTRIM_DEVICE float quad_sum(float x) {
 KVTRIM_DEVICE float quad_max(float x) {
   x = fmaxf(x, __shfl_xor_sync(full_warp, x, 1));
   return fmaxf(x, __shfl_xor_sync(full_warp, x, 2));
+}
+
+/// Largest of the logits that a warp's eight quads have of one query, and the sum of 2^(logit - largest).
+template <int Keys>
+KVTRIM_DEVICE float2 partial_of(const float (&logit)[Keys]) {
+  float largest = logit[0];
+  KVTRIM_UNROLL
+  for (int j = 1; j < Keys; ++j) { largest = fmaxf(largest, logit[j]); }
+  KVTRIM_UNROLL
+  for (int d = 4; d < 32; d <<= 1) {
+    largest = fmaxf(largest, __shfl_xor_sync(full_warp, largest, d));
+  }
+  const float origin = largest > -infinity ? largest : 0;  // all unseen: exponentials are 0
+  float sum = 0;
+  KVTRIM_UNROLL
+  for (int j = 0; j < Keys; ++j) { sum += exp2_of(logit[j] - origin); }
+  KVTRIM_UNROLL
+  for (int d = 4; d < 32; d <<= 1) { sum += __shfl_xor_sync(full_warp, sum, d); }
+  return make_float2(largest, sum);
 }
 
 /// Reduces probabilities over the queries of a head, then over the heads: each lane those of its own queries, the quad's
@@ -193,34 +213,31 @@ struct Reducer {
   }
 };
 
-/// First byte of each of a lane's keys, and whether its chunks may be loaded whole.
-struct KeyRow {
-  const std::byte* at;
-  bool chunks;
-};
-KVTRIM_DEVICE KeyRow key_row(const AttentionArgs& a, const KeyTile& tile, std::int32_t row) {
-  const std::byte* const at = a.view.key(tile.sequence, tile.layer, tile.head, row);
-  return {at, a.chunk_stride != 0 && (reinterpret_cast<std::uintptr_t>(at) & 15U) == 0};
+/// Chunk `c` of the key at `row`, by one load.
+KVTRIM_DEVICE uint4 load_chunk(const AttentionArgs& a, const std::byte* row, int c) {
+  return __ldg(reinterpret_cast<const uint4*>(row + c * a.chunk_stride));
 }
 
-/// Chunk `c` of a key: features c * 16 / sizeof(T) and on.
+/// The same element by element, for rows that are not made of aligned chunks. Never unrolled: it is the slow path.
 template <class T>
-KVTRIM_DEVICE uint4 load_chunk(const AttentionArgs& a, const KeyRow& row, int c) {
-  if (row.chunks) { return __ldg(reinterpret_cast<const uint4*>(row.at + c * a.chunk_stride)); }
-  constexpr int count = 16 / static_cast<int>(sizeof(T));
+KVTRIM_DEVICE uint4 gather_chunk(const AttentionArgs& a, const std::byte* row, int c) {
   constexpr int in_word = 4 / static_cast<int>(sizeof(T));
   using Bits = std::conditional_t<sizeof(T) == 4,
                                   std::uint32_t,
                                   std::conditional_t<sizeof(T) == 2, std::uint16_t, std::uint8_t>>;
-  std::uint32_t words[4] = {0, 0, 0, 0};
-  KVTRIM_UNROLL
-  for (int e = 0; e < count; ++e) {
-    const Bits bits =
-        *reinterpret_cast<const Bits*>(row.at + a.view.k.feature_offset(c * count + e));
-    words[e / in_word] |= static_cast<std::uint32_t>(bits)
-                          << (e % in_word * 8 * static_cast<int>(sizeof(T)));
+  uint4 v = make_uint4(0, 0, 0, 0);
+  KVTRIM_NO_UNROLL
+  for (int w = 0; w < 4; ++w) {
+    std::uint32_t word = 0;
+    KVTRIM_UNROLL
+    for (int e = 0; e < in_word; ++e) {
+      const std::int32_t d = (4 * c + w) * in_word + e;
+      const Bits bits = *reinterpret_cast<const Bits*>(row + a.view.k.feature_offset(d));
+      word |= static_cast<std::uint32_t>(bits) << (e * 8 * static_cast<int>(sizeof(T)));
+    }
+    v = make_uint4(v.y, v.z, v.w, word);
   }
-  return make_uint4(words[0], words[1], words[2], words[3]);
+  return v;
 }
 
 /// Values of the elements of one 32-bit word.
@@ -258,6 +275,7 @@ KVTRIM_DEVICE void values_of(std::uint32_t word, float (&out)[4 / sizeof(T)]) {
 /// all four, then the quad adds up so that lane t is left with query t.
 template <class T, int D>
 struct FmaProduct {
+  using Type = T;
   static constexpr int per_chunk = 16 / static_cast<int>(sizeof(T));
   static constexpr int chunks = D / per_chunk;
   static constexpr int steps = (chunks + 3) / 4;  // chunks of a lane; the last may be padding
@@ -272,23 +290,29 @@ struct FmaProduct {
   float key[keys][features];
   float4* staged;  // [chunk_queries, row_vectors]; vector 4 k + t is lane t's k-th
 
-  // Returns whether some feature is not finite.
-  KVTRIM_DEVICE bool load_key(const AttentionArgs& a, const KeyRow* row, int lane_in_quad, int j) {
+  const float4* read;  // what this lane reads of staged query 0
+
+  KVTRIM_DEVICE explicit FmaProduct(float4* memory)
+      : staged(memory), read(memory + (static_cast<int>(threadIdx.x) & 3)) {}
+
+  // Key j from its 16-byte chunks, `chunk(c)`; whether some feature is not finite.
+  template <class Chunk>
+  KVTRIM_DEVICE bool take_key(int j, Chunk&& chunk) {
+    const int t = static_cast<int>(threadIdx.x) & 3;
     bool bad = false;
     KVTRIM_UNROLL
     for (int i = 0; i < steps; ++i) {
-      const int c = 4 * i + lane_in_quad;
-      uint4 raw{0, 0, 0, 0};
-      if (row != nullptr && c < chunks) { raw = load_chunk<T>(a, *row, c); }
-      const std::uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
+      const uint4 bits = 4 * i + t < chunks ? chunk(4 * i + t) : make_uint4(0, 0, 0, 0);
+      const std::uint32_t words[4] = {bits.x, bits.y, bits.z, bits.w};
       KVTRIM_UNROLL
       for (int w = 0; w < 4; ++w) {
-        float values[4 / sizeof(T)];
+        constexpr int count = 4 / static_cast<int>(sizeof(T));
+        float values[count];
         values_of<T>(words[w], values);
         KVTRIM_UNROLL
-        for (int e = 0; e < static_cast<int>(4 / sizeof(T)); ++e) {
-          key[j][i * per_chunk + w * static_cast<int>(4 / sizeof(T)) + e] = values[e];
-          bad = bad || !is_finite(values[e]);
+        for (int e = 0; e < count; ++e) {
+          key[j][i * per_chunk + w * count + e] = values[e];
+          bad = bad | !is_finite(values[e]);
         }
       }
     }
@@ -343,11 +367,10 @@ struct FmaProduct {
 
   // dots[0][j]: key j with staged query b + lane in the quad.
   KVTRIM_DEVICE void dots(int b, float (&out)[1][keys]) const {
-    const int t = static_cast<int>(threadIdx.x) & 3;
     float sums[keys][4];
     KVTRIM_UNROLL
     for (int j = 0; j < keys; ++j) { sums[j][0] = sums[j][1] = sums[j][2] = sums[j][3] = 0; }
-    const float4* const rows = staged + b * row_vectors + t;
+    const float4* const rows = read + b * row_vectors;
     KVTRIM_UNROLL
     for (int k = 0; k < features / 4; ++k) {
       KVTRIM_UNROLL
@@ -362,8 +385,8 @@ struct FmaProduct {
         }
       }
     }
-    const bool upper = (t & 2) != 0;
-    const bool odd = (t & 1) != 0;
+    const bool upper = (threadIdx.x & 2U) != 0;
+    const bool odd = (threadIdx.x & 1U) != 0;
     KVTRIM_UNROLL
     for (int j = 0; j < keys; ++j) {
       float kept[2];
@@ -416,33 +439,48 @@ KVTRIM_DEVICE void attend(const AttentionArgs& a,
     if (!sums && tile.live <= a.window) { continue; }  // all columns are the window's own
     const QueryRange range = query_range(a, tile.sequence, Product::pad);
 
+    // Addresses of all keys first, then all loads: nothing between them waits for either.
     std::int32_t position[keys];
-    std::int32_t bad = 0;
+    const std::byte* at[keys];
     const std::int32_t first = tile.first + warp * 8 * keys + lane / 4;
+    bool chunks = a.chunk_stride != 0;
     KVTRIM_UNROLL
     for (int j = 0; j < keys; ++j) {
       const std::int32_t row = first + 8 * j;
+      at[j] = nullptr;
       position[j] = never_seen;
-      bool is_bad = false;
       if (tile.holds(row)) {
-        const KeyRow at = key_row(a, tile, row);
-        is_bad = product.load_key(a, &at, t, j);
+        at[j] = a.view.key(tile.sequence, tile.layer, tile.head, row);
         position[j] = raw(a.view.position(tile.sequence, tile.layer, tile.head, row));
-      } else {
-        product.load_key(a, nullptr, t, j);
       }
-      bad |= is_bad ? 1 << j : 0;
+      chunks = chunks && (reinterpret_cast<std::uintptr_t>(at[j]) & 15U) == 0;
+    }
+    std::int32_t bad = 0;
+    const uint4 none = make_uint4(0, 0, 0, 0);
+    if (__all_sync(full_warp, chunks ? 1 : 0) != 0) {
+      KVTRIM_UNROLL
+      for (int j = 0; j < keys; ++j) {
+        const bool is_bad = product.take_key(
+            j, [&](int c) { return at[j] != nullptr ? load_chunk(a, at[j], c) : none; });
+        bad |= is_bad ? 1 << j : 0;
+      }
+    } else {
+      KVTRIM_UNROLL
+      for (int j = 0; j < keys; ++j) {
+        const bool is_bad = product.take_key(j, [&](int c) {
+          return at[j] != nullptr ? gather_chunk<typename Product::Type>(a, at[j], c) : none;
+        });
+        bad |= is_bad ? 1 << j : 0;
+      }
     }
     bad |= __shfl_xor_sync(full_warp, bad, 1);
     bad |= __shfl_xor_sync(full_warp, bad, 2);
     std::int32_t oldest = never_seen;
-    bool unseen = false;  // some key of this lane is seen by no query
     std::int32_t newest = -1;
     KVTRIM_UNROLL
     for (int j = 0; j < keys; ++j) {
       oldest = position[j] < oldest ? position[j] : oldest;
       if ((bad >> j & 1) != 0) { position[j] = never_seen; }
-      unseen = unseen || position[j] == never_seen;
       newest = position[j] > newest ? position[j] : newest;
     }
     if (sums) {
@@ -462,9 +500,13 @@ KVTRIM_DEVICE void attend(const AttentionArgs& a,
     const float cap = a.queries.block.soft_cap;
     const float factor = cap > 0 ? scale / cap : scale * log2_e;
     const float cap2 = cap * log2_e;
+    const bool maxima = a.rows == Reduction::max;
+    const bool plain = a.use != AttentionUse::partials && !(cap > 0) && !maxima && !a.squared &&
+                       (!sums || a.decay == 1);
 
     Reducer<keys> reduced;
     reduced.clear();
+    const float* const lse2_of_lane = facts.lse2 + Product::query_of(0, 0);
     for (std::int32_t p0 = 0; p0 < range.count(); p0 += Product::chunk_queries) {
       const std::int32_t left = range.count() - p0;
       const std::int32_t count = left < Product::chunk_queries ? left : Product::chunk_queries;
@@ -493,48 +535,42 @@ KVTRIM_DEVICE void attend(const AttentionArgs& a,
         KVTRIM_UNROLL
         for (int n = 0; n < Product::queries_a_lane; ++n) {
           const int q = Product::query_of(b, n);
-          const float lse2 = facts.lse2[q];
+          const float lse2 = lse2_of_lane[b + n];
+          reduced.votes += is_finite(lse2) ? 1 : 0;
+          if (plain && !masked) {  // nearly all of the time
+            KVTRIM_UNROLL
+            for (int j = 0; j < keys; ++j) {
+              reduced.part[j] += exp2_of(fmaf(dots[n][j], factor, -lse2));
+            }
+            continue;
+          }
           float logit[keys];
           KVTRIM_UNROLL
           for (int j = 0; j < keys; ++j) {
-            logit[j] =
-                cap > 0 ? tanhf(dots[n][j] * factor) * cap2 - lse2 : dots[n][j] * factor - lse2;
+            logit[j] = fmaf(dots[n][j], factor, cap > 0 ? 0 : -lse2);
+          }
+          if (cap > 0) {
+            KVTRIM_UNROLL
+            for (int j = 0; j < keys; ++j) { logit[j] = tanhf(logit[j]) * cap2 - lse2; }
           }
           if (masked) {
             const std::int32_t seen_until = facts.position[q];
             KVTRIM_UNROLL
             for (int j = 0; j < keys; ++j) {
-              if (position[j] > seen_until || position[j] == never_seen) {
-                logit[j] = -__uint_as_float(0x7F80'0000U);
-              }
+              if (position[j] > seen_until || position[j] == never_seen) { logit[j] = -infinity; }
             }
           }
           if (a.use == AttentionUse::partials) {
-            float largest = logit[0];
-            KVTRIM_UNROLL
-            for (int j = 1; j < keys; ++j) { largest = fmaxf(largest, logit[j]); }
-            KVTRIM_UNROLL
-            for (int d = 4; d < 32; d <<= 1) {
-              largest = fmaxf(largest, __shfl_xor_sync(full_warp, largest, d));
-            }
-            float sum = 0;
-            if (largest > -__uint_as_float(0x7F80'0000U)) {
-              KVTRIM_UNROLL
-              for (int j = 0; j < keys; ++j) { sum += exp2_of(logit[j] - largest); }
-            }
-            KVTRIM_UNROLL
-            for (int d = 4; d < 32; d <<= 1) { sum += __shfl_xor_sync(full_warp, sum, d); }
-            if (lane < 4) { warp_partials[warp][q] = make_float2(largest, sum); }
-          } else {
-            const float weight = facts.weight[q];
-            const bool largest = a.rows == Reduction::max;
-            KVTRIM_UNROLL
-            for (int j = 0; j < keys; ++j) {
-              float x = exp2_of(logit[j]);
-              if (sums) { x = (a.squared ? x * x : x) * weight; }
-              reduced.part[j] = largest ? fmaxf(reduced.part[j], x) : reduced.part[j] + x;
-            }
-            reduced.votes += is_finite(lse2) ? 1 : 0;
+            const float2 part = partial_of(logit);
+            if (lane < 4) { warp_partials[warp][q] = part; }
+            continue;
+          }
+          const float weight = facts.weight[q];
+          KVTRIM_UNROLL
+          for (int j = 0; j < keys; ++j) {
+            float x = exp2_of(logit[j]);
+            if (sums) { x = (a.squared ? x * x : x) * weight; }
+            reduced.part[j] = maxima ? fmaxf(reduced.part[j], x) : reduced.part[j] + x;
           }
         }
         in_head += step;
@@ -550,7 +586,7 @@ KVTRIM_DEVICE void attend(const AttentionArgs& a,
           KVTRIM_UNROLL
           for (int w = 1; w < warps; ++w) { all.x = fmaxf(all.x, warp_partials[w][q].x); }
           all.y = 0;
-          if (all.x > -__uint_as_float(0x7F80'0000U)) {
+          if (all.x > -infinity) {
             KVTRIM_UNROLL
             for (int w = 0; w < warps; ++w) {
               const float2 part = warp_partials[w][q];
@@ -562,7 +598,7 @@ KVTRIM_DEVICE void attend(const AttentionArgs& a,
                      tile.index] = all;
         }
       } else {
-        reduced.flush(a.rows == Reduction::max);
+        reduced.flush(maxima);
       }
     }
 
@@ -593,8 +629,8 @@ KVTRIM_DEVICE void attend(const AttentionArgs& a,
         scale_compensated(now, now_rest, power(a.decay, range.first + range.votes));
       }
       const float share = 1.0F / static_cast<float>(range.group);
-      add_compensated(now, now_rest, reduced.sum[j] * share);
-      add_compensated(now, now_rest, reduced.rest[j] * share);
+      add_compensated(now, now_rest, __fmul_rn(reduced.sum[j], share));
+      add_compensated(now, now_rest, __fmul_rn(reduced.rest[j], share));
       if (is_bad) { now = nan; }
       total = now;
       rest = now_rest;
@@ -617,8 +653,7 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(attention_threads, 2) attention_kernel(Atte
   KVTRIM_SHARED(QueryFacts<Product::chunk_queries>, facts, [1]);
   KVTRIM_SHARED(float2, warp_partials, [attention_threads / 32][Product::chunk_queries]);
   KVTRIM_SHARED(std::int32_t, warp_oldest, [attention_threads / 32]);
-  Product product;
-  product.staged = staged;
+  Product product(staged);
   attend(a, product, facts[0], warp_partials, warp_oldest);
 }
 

@@ -17,6 +17,7 @@ namespace kvtrim::cuda::detail {
 /// Dot products on tensor cores, eight queries at a time. `Mma` is `WarpProduct<T>`; tests put a wrong one.
 template <class T, int D, class Mma>
 struct MmaProduct {
+  using Type = T;
   static constexpr int chunks = D / 8;
   static constexpr int steps = chunks / 4;  // chunks of a lane
   static constexpr int keys = 4;
@@ -25,8 +26,19 @@ struct MmaProduct {
   static constexpr int chunk_queries = attention_threads;
   static_assert(sizeof(T) == 2 && tile_keys(D) == 32 * keys && D % 64 == 0);
 
-  uint4 key[keys][steps];
-  uint4* staged;  // [chunk_queries, chunks]
+  std::uint32_t fragment[keys / 2][2 * steps]
+                        [4];  // as the product wants them: no moves in the loop
+  uint4* staged;              // [chunk_queries, chunks]
+  const uint4* even;  // what this lane reads of staged query 0: chunks 4 i + t of even i ...
+  const uint4* odd;   // ... and of odd i, which lie the other way round in odd queries
+
+  KVTRIM_DEVICE explicit MmaProduct(uint4* memory) : staged(memory) {
+    const int lane = static_cast<int>(threadIdx.x) & 31;
+    const uint4* const mine = memory + lane / 4 * chunks + (lane & 3);
+    const int swapped = lane / 4 % 2 * 4;
+    even = mine + swapped;
+    odd = mine - swapped;
+  }
 
   static KVTRIM_DEVICE int place(int q, int c) { return q * chunks + (c ^ ((q & 1) * 4)); }
 
@@ -37,16 +49,30 @@ struct MmaProduct {
     return (((word & exponent) + one) & 0x8000'8000U) != 0;
   }
   static KVTRIM_DEVICE bool has_bad(const uint4& v) {
-    return has_bad(v.x) || has_bad(v.y) || has_bad(v.z) || has_bad(v.w);
+    return has_bad(v.x) | has_bad(v.y) | has_bad(v.z) | has_bad(v.w);
   }
 
-  KVTRIM_DEVICE bool load_key(const AttentionArgs& a, const KeyRow* row, int lane_in_quad, int j) {
+  template <class Chunk>
+  KVTRIM_DEVICE bool take_key(int j, Chunk&& chunk) {
+    const int t = static_cast<int>(threadIdx.x) & 3;
+    uint4 bits[steps];
     bool bad = false;
     KVTRIM_UNROLL
     for (int i = 0; i < steps; ++i) {
-      key[j][i] = make_uint4(0, 0, 0, 0);
-      if (row != nullptr) { key[j][i] = load_chunk<T>(a, *row, 4 * i + lane_in_quad); }
-      bad = bad || has_bad(key[j][i]);
+      bits[i] = chunk(4 * i + t);
+      bad = bad | has_bad(bits[i]);
+    }
+    // What is not finite does not reach the product. The mask also makes new registers, in the product's order: without
+    // it ptxas keeps the loads' and moves 64 of them for every eight queries.
+    const std::uint32_t keep = bad ? 0 : ~0U;
+    KVTRIM_UNROLL
+    for (int i = 0; i < steps; ++i) {
+      std::uint32_t(&low)[4] = fragment[j / 2][2 * i];
+      std::uint32_t(&high)[4] = fragment[j / 2][2 * i + 1];
+      low[j % 2] = bits[i].x & keep;
+      low[j % 2 + 2] = bits[i].y & keep;
+      high[j % 2] = bits[i].z & keep;
+      high[j % 2 + 2] = bits[i].w & keep;
     }
     return bad;
   }
@@ -91,23 +117,16 @@ struct MmaProduct {
   }
 
   KVTRIM_DEVICE void dots(int b, float (&out)[2][keys]) const {
-    const int lane = static_cast<int>(threadIdx.x) & 31;
-    const int q = b + lane / 4;
     float sums[2][4] = {{0, 0, 0, 0}, {0, 0, 0, 0}};
     KVTRIM_UNROLL
     for (int i = 0; i < steps; ++i) {
-      const uint4 x = staged[place(q, 4 * i + (lane & 3))];
+      const uint4 x = (i % 2 == 0 ? even : odd)[b * chunks + 4 * i];
       const std::uint32_t low[2] = {x.x, x.y};
       const std::uint32_t high[2] = {x.z, x.w};
       KVTRIM_UNROLL
-      for (int m = 0; m < 2; ++m) {
-        const uint4& upper = key[2 * m][i];
-        const uint4& lower = key[2 * m + 1][i];
-        const std::uint32_t first[4] = {upper.x, lower.x, upper.y, lower.y};
-        const std::uint32_t second[4] = {upper.z, lower.z, upper.w, lower.w};
-        Mma::add(sums[m], first, low);
-        Mma::add(sums[m], second, high);
-      }
+      for (int m = 0; m < 2; ++m) { Mma::add(sums[m], fragment[m][2 * i], low); }
+      KVTRIM_UNROLL
+      for (int m = 0; m < 2; ++m) { Mma::add(sums[m], fragment[m][2 * i + 1], high); }
     }
     KVTRIM_UNROLL
     for (int m = 0; m < 2; ++m) {
@@ -130,8 +149,7 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(attention_threads, 3) attention_mma_kernel(
   KVTRIM_SHARED(QueryFacts<Product::chunk_queries>, facts, [1]);
   KVTRIM_SHARED(float2, warp_partials, [attention_threads / 32][Product::chunk_queries]);
   KVTRIM_SHARED(std::int32_t, warp_oldest, [attention_threads / 32]);
-  Product product;
-  product.staged = staged;
+  Product product(staged);
   attend(a, product, facts[0], warp_partials, warp_oldest);
 }
 

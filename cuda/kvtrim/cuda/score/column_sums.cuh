@@ -27,7 +27,7 @@ namespace kvtrim::cuda {
 /// \param queries      rows of the chunk, or of the step, just attended, with their LSE; by layers as the view
 /// \param key_scales   of fp8 keys
 /// \param[out] scores  fp32 by row: what `AccumulatedScorer` makes of the new sums, aged if asked; may be absent
-/// \param bounds       `min_rows` is ignored: every live row is accumulated
+/// \param bounds       `min_rows` is ignored: every live row of an active table is accumulated
 /// \param workspace    [column_sums_workspace_bytes(view)], at a multiple of 256; one a stream
 /// \pre the rows are those that the queries attended to; each query has at most one place in `queries`
 /// \returns `cudaErrorInvalidValue` before anything is launched: as `window_scores`, or no LSE, or no score planes
@@ -54,8 +54,8 @@ namespace kvtrim::cuda {
     ScorePath path = ScorePath::automatic) noexcept {
   using namespace detail;
   if (!readable_on_device(view, queries) || queries.block.lse == nullptr || bounds.max_rows < 0 ||
-      !float_plane(view.score_sums) || !float_plane(view.score_compensations) ||
-      (scores && !float_plane(scores))) {
+      !own_float_plane(view.score_sums, view) || !own_float_plane(view.score_compensations, view) ||
+      (scores && !own_float_plane(scores, view))) {
     return cudaErrorInvalidValue;
   }
   const AttentionChoice attention = choose_attention(view, queries, path);
@@ -77,7 +77,8 @@ namespace kvtrim::cuda {
              view.sequences * view.tables_per_sequence(),
              tile_keys(view.k.head_dim),
              bounds.max_rows,
-             0};
+             0,
+             bounds.active};
   a.chunk_stride = key_chunk_stride(view.k);
   a.window = std::numeric_limits<std::int32_t>::max();
   a.use = AttentionUse::column_sums;

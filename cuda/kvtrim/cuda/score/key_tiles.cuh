@@ -21,11 +21,12 @@ namespace kvtrim::cuda::detail {
 
 /// The list of tiles: those of table u of the batch are [starts[u], starts[u + 1]), by layer, KV head and row.
 struct TileList {
-  std::int32_t* starts = nullptr;  ///< [tables + 1]
-  std::int32_t tables = 0;         ///< of all sequences
-  std::int32_t keys = 0;           ///< of a tile
-  std::int32_t max_rows = 0;       ///< host bound of the rows of a table
-  std::int32_t min_rows = 0;       ///< tables of at most so many live rows have no tiles
+  std::int32_t* starts = nullptr;        ///< [tables + 1]
+  std::int32_t tables = 0;               ///< of all sequences
+  std::int32_t keys = 0;                 ///< of a tile
+  std::int32_t max_rows = 0;             ///< host bound of the rows of a table
+  std::int32_t min_rows = 0;             ///< tables of at most so many live rows have no tiles
+  const std::int32_t* active = nullptr;  ///< [tables] 0: the table has no tiles; null: all have
 };
 
 /// One tile.
@@ -81,7 +82,8 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(Threads) list_tiles_kernel(CacheView view, 
       const int t = u % tables_each;
       const LayerId l = view.first_layer(t);
       const HeadId h = view.first_head(t);
-      if (view.live_rows(s, l, h) > list.min_rows) {
+      const bool active = list.active == nullptr || list.active[u] != 0;
+      if (active && view.live_rows(s, l, h) > list.min_rows) {
         const int rows = bounded_extent(view, s, l, h, list.max_rows);
         tiles = (rows + list.keys - 1) / list.keys * heads_each;
       }
@@ -155,6 +157,12 @@ KVTRIM_DEVICE KeyTile tile_at(const CacheView& view, const TileList& list, std::
 [[nodiscard]] inline bool float_plane(const SequencePlane& p) noexcept {
   return p.base != nullptr && p.element_bytes == 4 && aligned_to(4, p.base) &&
          (p.sequence_stride | p.layer_stride | p.head_stride | p.row_stride) % 4 == 0;
+}
+
+/// Whether besides each (sequence, layer, KV head) has elements of its own: else heads would write over each other.
+[[nodiscard]] inline bool own_float_plane(const SequencePlane& p, const CacheView& view) noexcept {
+  return float_plane(p) && (view.sequences < 2 || p.sequence_stride != 0) &&
+         (view.layers < 2 || p.layer_stride != 0) && (view.kv_heads < 2 || p.head_stride != 0);
 }
 
 /// Bytes of a workspace that holds the list of tiles alone.

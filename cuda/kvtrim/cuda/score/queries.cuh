@@ -33,6 +33,8 @@ struct ScoreBounds {
   std::int32_t max_rows = 0;  ///< rows of a table, at most; what lies beyond is not looked at
   std::int32_t min_rows =
       0;  ///< tables of at most so many live rows are left out: nothing is written for them
+  const std::int32_t* active =
+      nullptr;  ///< on the device, [sequences, tables a sequence]; 0: left out too; null: none is
 };
 
 namespace detail {

@@ -76,7 +76,7 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(Threads)
     }
     const std::int32_t extent = bounded_extent(a.view, s, l, h, a.tiles.max_rows);
     const std::int32_t tiles = (extent + a.tiles.keys - 1) / a.tiles.keys;
-    float largest = -__uint_as_float(0x7F80'0000U);
+    float largest = -infinity;
     float sum = 0;
     const auto add = [&](float other_largest, float other_sum) {
       const float both = fmaxf(largest, other_largest);
@@ -220,9 +220,10 @@ struct WindowMemory {
 /// \par Ties
 ///   none broken here. NaN: as `WindowScorer`
 /// \par Error
-///   of a probability p = exp(x - lse) against exact arithmetic on the same keys:
-///   p (2^-22 + 2^-24 (4 sum |q_d k_d| scale + 2 |x| + 2 |lse|)) for the fused form, head_dim / 16 additions deep; tensor
-///   cores round sums of 16 products at once. The same bits for any page size, page placement, batch and device
+///   of a probability p = exp(x - lse) against exact arithmetic on the same keys, with S = scale * sum |q_d k_d|:
+///   p (2^-21 + 2^-24 (4 S + 2 |x| + 2 |lse|)) + 2^-126; 16 S in place of 4 S on tensor cores, whose inner rounding is
+///   not specified; without an LSE 4 (or 16) times the largest S of the query more. The same bits for any page size,
+///   page placement and batch
 /// \par Complexity
 ///   O(query rows * live rows * head_dim), twice that without an LSE; O(rows^2) more for tables out of order
 /// \par Stream
@@ -241,7 +242,7 @@ struct WindowMemory {
                                                ScorePath path = ScorePath::automatic) noexcept {
   using namespace detail;
   if (!readable_on_device(view, queries) || params.window < 1 || params.kernel < 1 ||
-      params.kernel % 2 == 0 || !float_plane(scores) || bounds.max_rows < 0) {
+      params.kernel % 2 == 0 || !own_float_plane(scores, view) || bounds.max_rows < 0) {
     return cudaErrorInvalidValue;
   }
   const AttentionChoice attention = choose_attention(view, queries, path);
@@ -265,7 +266,8 @@ struct WindowMemory {
              view.sequences * view.tables_per_sequence(),
              tile_keys(view.k.head_dim),
              bounds.max_rows,
-             bounds.min_rows};
+             bounds.min_rows,
+             bounds.active};
   a.chunk_stride = key_chunk_stride(view.k);
   a.most_queries = m.most_queries;
   a.most_tiles = m.most_tiles;
