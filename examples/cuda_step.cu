@@ -8,6 +8,7 @@
 #include <kvtrim/cuda/evict/apply.cuh>
 #include <kvtrim/cuda/evict/commit.cuh>
 #include <kvtrim/cuda/evict/plan.cuh>
+#include <kvtrim/cuda/evict/prepare.cuh>
 #include <kvtrim/cuda/evict/window_scorer.cuh>
 #include <kvtrim/cuda/score/accumulate.cuh>
 #include <kvtrim/policy/heavy_hitter.hpp>
@@ -242,6 +243,14 @@ int main() {
   observed.sequence_stride = layers * observed.layer_stride;
   std::byte* const accumulate_memory = device_array<std::byte>(1U << 20U);
 
+  // Nothing may be loaded while the stream is captured: what the step uses is used once, or loaded, before.
+  must(cuda::prepare(heavy, bounds), "prepare");
+  cudaFuncAttributes own{};
+  must(cudaFuncGetAttributes(&own, append_kernel), "load append_kernel");
+  must(cuda::accumulate_probabilities(
+           heavy.scorer(), view, observed, {}, prompt_rows, accumulate_memory, 1U << 20U, stream),
+       "accumulate");
+  must(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
   cudaGraph_t graph = nullptr;
   cudaGraphExec_t step = nullptr;
   must(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "begin capture");

@@ -8,6 +8,7 @@
 #include <kvtrim/cuda/evict/device_plan.cuh>
 #include <kvtrim/cuda/evict/device_scorer.cuh>
 #include <kvtrim/cuda/evict/plan.cuh>
+#include <kvtrim/cuda/evict/prepare.cuh>
 #include <kvtrim/cuda/evict/rerotate.cuh>
 #include <kvtrim/cuda/evict/window_scorer.cuh>
 #include <kvtrim/cuda/score/accumulate.cuh>
@@ -32,7 +33,8 @@ cudaError_t use_all_kernels(const CacheView& view,
                             const cuda::PlanWorkspace& workspace,
                             const cuda::DeviceTables& tables,
                             cudaStream_t stream) {
-  cudaError_t e = cuda::plan(StreamingSink(), view, obs, workspace, stream);
+  cudaError_t e = cuda::prepare(StreamingSink(), workspace.shape);
+  if (e == cudaSuccess) { e = cuda::plan(StreamingSink(), view, obs, workspace, stream); }
   if (e == cudaSuccess) { e = cuda::plan(HeavyHitter(), view, obs, workspace, stream); }
   if (e == cudaSuccess) { e = cuda::plan(SnapKVSelector(), view, obs, workspace, stream); }
   if (e == cudaSuccess) { e = cuda::apply(workspace, view, stream); }

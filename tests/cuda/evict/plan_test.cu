@@ -3,6 +3,7 @@
 
 #include <kvtrim/cuda/evict/apply.cuh>
 #include <kvtrim/cuda/evict/commit.cuh>
+#include <kvtrim/cuda/evict/prepare.cuh>
 #include <kvtrim/evict/apply.hpp>
 #include <kvtrim/evict/commit.hpp>
 
@@ -362,4 +363,105 @@ TEST_CASE("cuda::plan: what the host can see is refused before any launch", "[cu
   view = world.device_view();
   view.sequences = 2;
   CHECK(cuda::plan(policy, view, {}, side.workspace, nullptr) == cudaErrorInvalidValue);
+}
+
+TEST_CASE("cuda::plan: a shared page that would be written is refused, one that goes is not",
+          "[cuda][fault]") {
+  WorldShape shape;
+  shape.spare_pages = 40;
+  World world(shape);
+  std::vector<std::int32_t> counts(static_cast<std::size_t>(world.pages()), 1);
+  const bool written = GENERATE(true, false);
+  const auto& ids = world.host().ids;
+  counts[static_cast<std::size_t>(ids[written ? 1 : 7])] =
+      2;  // of sequence 0, which uses all 8 pages
+  DeviceBuffer<std::int32_t> device_counts(counts, "ref counts");
+  CacheView device = world.device_view();
+  device.writable.ref_counts = device_counts.data();
+  const HeavyHitter policy({.heavy = 6, .recent = 3, .removal = Removal::stable_pack});
+  DeviceSide side(world, policy);
+  const bool out_of_place = GENERATE(false, true);
+  const DeviceBuffer<std::int32_t> spares(world.spares(), "spare pages");
+  const DeviceBuffer<std::int32_t> there(std::vector<std::int32_t>{40}, "spare count");
+  cuda::DevicePlanOptions options;
+  options.out_of_place = out_of_place;
+  options.spare_pages = spares.data();
+  options.spare_count = there.data();
+  ok(cuda::plan(policy, device, {}, side.workspace, nullptr, options));
+  ok(cuda::apply(side.workspace, device, nullptr));
+  const cuda::DeviceReport report = side.report();
+  if (written && !out_of_place) {
+    CHECK(report.status == Status::shared_page);
+    CHECK(world.difference() == "");
+    return;
+  }
+  REQUIRE(report.status == Status::ok);
+  DeviceBuffer<std::int32_t> freed(static_cast<std::size_t>(world.pages()), "freed pages");
+  DeviceBuffer<std::int32_t> count(1, "freed count");
+  cuda::DeviceTables tables;
+  tables.ids = world.device().ids.data();
+  tables.ref_counts = device_counts.data();
+  tables.freed = freed.data();
+  tables.freed_count = count.data();
+  ok(cuda::commit(side.workspace, device, tables, nullptr));
+  // The shared page left one table and has one holder still.
+  CHECK(count.download()[0] == report.released - 1);
+  CHECK(device_counts.download()[static_cast<std::size_t>(ids[written ? 1 : 7])] == 1);
+}
+
+TEST_CASE("cuda::plan: unequal budgets in one table, and planes common to heads, are refused",
+          "[cuda][fault]") {
+  WorldShape shape;
+  World world(shape);
+  const HeavyHitter policy({.heavy = 6, .recent = 3, .removal = Removal::stable_pack});
+  DeviceSide side(world, policy);
+  CacheView device = world.device_view();
+  cuda::DeviceObservation obs;
+  DeviceBuffer<std::int32_t> budgets(std::vector<std::int32_t>(12, 10), "budgets");
+  Status want = Status::unequal_budget;
+  if (GENERATE(true, false)) {
+    std::vector<std::int32_t> values(12, 10);
+    values[3] = 11;
+    budgets.upload(values);
+    obs.budgets = budgets.data();
+    obs.budget_rows = {4, 2, 1};
+  } else {  // the heads keep different rows
+    device.positions.head_stride = 0;
+    want = Status::planes_disagree;
+  }
+  ok(cuda::plan(policy, device, obs, side.workspace, nullptr));
+  ok(cuda::apply(side.workspace, device, nullptr));
+  CHECK(to_string(side.report().status) == to_string(want));
+  CHECK(side.report().released == 0);
+  CHECK(world.difference() == "");
+}
+
+TEST_CASE("cuda::plan: lengths in place of states, and CSR tables", "[cuda][parity]") {
+  WorldShape shape;
+  World world(shape);
+  std::vector<std::int32_t> lengths;
+  for (const SequenceState& s : world.host().states) { lengths.push_back(s.live_rows); }
+  CacheView host = world.host_view();
+  CacheView device = world.device_view();
+  const DeviceBuffer<std::int32_t> device_lengths(lengths, "lengths");
+  const std::vector<std::int32_t> starts{0, 8, 16, 24};
+  const DeviceBuffer<std::int32_t> device_starts(starts, "indptr");
+  host.states = nullptr;
+  device.states = nullptr;
+  host.lengths = lengths.data();
+  device.lengths = device_lengths.data();
+  if (GENERATE(false, true)) {
+    host.table.indptr = starts.data();
+    device.table.indptr = device_starts.data();
+  }
+  const StreamingSink policy({.sinks = 3, .recent = 7, .form = SinkForm::exact});
+  Plan wanted = kvtrim::test::host_plan(policy, host, {}, Removal::automatic);
+  DeviceSide side(world, policy);
+  ok(cuda::prepare(policy, side.workspace.shape));
+  ok(cuda::plan(policy, device, {}, side.workspace, nullptr));
+  ok(cuda::apply(side.workspace, device, nullptr));
+  CHECK(side.report().status == Status::ok);
+  CHECK(side.report().evicted == wanted.view().evicted_rows());
+  REQUIRE(apply(wanted.view(), host) == Status::ok);
+  CHECK(world.difference() == "");
 }

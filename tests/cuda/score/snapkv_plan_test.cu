@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // SnapKV from queries to moved rows, beside the host.
 
-#define KVTRIM_CUDA_KERNELS_ELSEWHERE
+#if !defined(KVTRIM_CUDA_KERNELS_ELSEWHERE)
+#  define KVTRIM_CUDA_KERNELS_ELSEWHERE
+#endif
 #include <kvtrim/cuda/evict/apply.cuh>
 #include <kvtrim/cuda/evict/plan.cuh>
 #include <kvtrim/cuda/evict/window_scorer.cuh>

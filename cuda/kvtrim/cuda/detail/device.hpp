@@ -87,6 +87,23 @@ template <class... P, class... A>
 #endif
 }
 
+/// Loads `kernel` and lets it have `shared_bytes` of dynamic shared memory: what must not happen inside a capture.
+template <class... P>
+[[nodiscard]] cudaError_t load([[maybe_unused]] void (*kernel)(P...),
+                               [[maybe_unused]] std::size_t shared_bytes = 0) noexcept {
+#if defined(KVTRIM_EMULATED)
+  return cudaSuccess;
+#else
+  cudaFuncAttributes attributes{};
+  const cudaError_t loaded =
+      cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel));
+  if (loaded != cudaSuccess || shared_bytes <= 48U * 1024U) { return loaded; }
+  return cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                              cudaFuncAttributeMaxDynamicSharedMemorySize,
+                              static_cast<int>(shared_bytes));
+#endif
+}
+
 /// Multiprocessors of the current device; grids are at most four times as many blocks.
 [[nodiscard]] inline int multiprocessors() noexcept {
 #if defined(KVTRIM_EMULATED)

@@ -81,10 +81,12 @@ struct DevicePlan {
   std::int32_t* released =
       nullptr;                  ///< [report->released]: ids that leave a table, tail first a table
   SelectTask* tasks = nullptr;  ///< internal
-  std::int32_t* active = nullptr;          ///< internal: [sequences, tables]: rows compete by score
-  std::int32_t* nan_counts = nullptr;      ///< internal: [sequences, layers, kv_heads]
-  std::int32_t* released_rows = nullptr;   ///< internal: [sequences, tables, 2 * max_pages]
-  std::int32_t* tile_starts = nullptr;     ///< internal: [heads + 1]
+  std::int32_t* active = nullptr;         ///< internal: [sequences, tables]: rows compete by score
+  std::int32_t* nan_counts = nullptr;     ///< internal: [sequences, layers, kv_heads]
+  std::int32_t* released_rows = nullptr;  ///< internal: [sequences, tables, 2 * max_pages]
+  std::int32_t* tile_starts = nullptr;    ///< internal: [heads + 1]
+  std::int32_t* list_starts =
+      nullptr;  ///< internal: [sequences, tables, 2]: in `released`, in the spare pages
   std::uint32_t* seen = nullptr;           ///< internal: [tables, seen_words]
   std::int64_t seen_words = 0;             ///< internal
   detail::PlanControl* control = nullptr;  ///< internal: [1]
@@ -138,6 +140,7 @@ namespace detail {
   p.active = layout.take<std::int32_t>(p.all_tables());
   p.nan_counts = layout.take<std::int32_t>(p.heads());
   p.tile_starts = layout.take<std::int32_t>(p.heads() + 1);
+  p.list_starts = layout.take<std::int32_t>(2 * p.all_tables());
   p.rows = layout.take<std::int32_t>(p.heads() * p.max_rows);
   p.pages = layout.take<std::int32_t>(p.all_tables() * 2 * p.max_pages);
   p.sources = layout.take<std::int32_t>(p.all_tables() * p.max_pages);

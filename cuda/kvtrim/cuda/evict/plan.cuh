@@ -4,7 +4,7 @@
 // The host's `plan`, on the device: the specification is kvtrim::plan. Equal scores give equal kept rows, bit for bit.
 //
 // Kernels in order: clear, check (what the tables say is never trusted), open (the policy's demand), the scorer's, the
-// selection's, close (pages, moves and costs of a table), finish (totals, released ids, spare pages). Each leaves at once
+// selection's, close (pages, moves and costs of a table), finish (totals), lists (released ids, spare pages). Each leaves at once
 // where a fault was found or nothing goes. Paths depend on bounds, so the whole can be captured into a graph.
 //
 // Differs from the host: positions stay (`PositionMode::keep`); a shared page that would be written is refused
@@ -690,7 +690,7 @@ KVTRIM_DEVICE std::int32_t block_sum_before(std::int32_t value,
   return before + upto - value;
 }
 
-// One block: totals, lists over all tables, spare pages.
+// One block: totals, and where each table's share of the common lists begins.
 template <class = void>
 __global__ void KVTRIM_LAUNCH_BOUNDS(select_threads)
     finish_kernel(CacheView view, DevicePlan plan, DevicePlanOptions options) {
@@ -766,15 +766,8 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(select_threads)
     if (!in) { continue; }
     if (table.status == Status::over_budget) { atomicOr(&shared.over, 1); }
     if (!table.evicts) { continue; }
-    const std::int32_t* const list = plan.released_rows + i * 2 * plan.max_pages;
-    for (std::int32_t k = 0; k < table.released; ++k) { plan.released[first + k] = list[k]; }
-    const std::int32_t padding = table.first_row / view.page_size;
-    std::int32_t* const k_pages = plan.pages_of(i);
-    for (std::int32_t k = 0; k < table.spare_pages; ++k) {
-      k_pages[padding + k] = options.spare_pages[first_spare + k * each];
-      k_pages[plan.max_pages + padding + k] =
-          options.spare_pages[first_spare + k * each + each - 1];
-    }
+    plan.list_starts[2 * i] = first;
+    plan.list_starts[2 * i + 1] = first_spare;
   }
   // Tiles of the moves that go through lists, and the totals.
   std::int64_t kept = 0;
@@ -827,6 +820,27 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(select_threads)
     *plan.report = report;
     plan.control->generation = plan.control->current;
     plan.control->current = 0;
+  }
+}
+
+// A block: one table. Its released ids go into the common list, its spare pages come from there.
+template <class = void>
+__global__ void KVTRIM_LAUNCH_BOUNDS(table_threads)
+    lists_kernel(CacheView view, DevicePlan plan, DevicePlanOptions options) {
+  const std::int32_t each = view.table.v_offset != 0 ? 2 : 1;
+  const auto thread = static_cast<std::int32_t>(threadIdx.x);
+  for (std::int64_t i = blockIdx.x; i < plan.all_tables(); i += gridDim.x) {
+    const TablePlan table = plan.table_plans[i];
+    if (!table.evicts) { continue; }
+    const std::int32_t* const list = plan.released_rows + i * 2 * plan.max_pages;
+    std::int32_t* const released = plan.released + plan.list_starts[2 * i];
+    for (std::int32_t k = thread; k < table.released; k += table_threads) { released[k] = list[k]; }
+    const std::int32_t* const spares = options.spare_pages + plan.list_starts[2 * i + 1];
+    std::int32_t* const k_pages = plan.pages_of(i) + table.first_row / view.page_size;
+    for (std::int32_t k = thread; k < table.spare_pages; k += table_threads) {
+      k_pages[k] = spares[k * each];
+      k_pages[plan.max_pages + k] = spares[k * each + each - 1];
+    }
   }
 }
 
@@ -962,7 +976,9 @@ template <Policy P>
              Scorer::by_position,
              options.out_of_place);
   if (e != cudaSuccess) { return e; }
-  return launch(finish_kernel<>, dim3(1), dim3(select_threads), 0, stream, view, made, options);
+  e = launch(finish_kernel<>, dim3(1), dim3(select_threads), 0, stream, view, made, options);
+  if (e != cudaSuccess) { return e; }
+  return launch(lists_kernel<>, tables, threads, 0, stream, view, made, options);
 }
 
 }  // namespace kvtrim::cuda

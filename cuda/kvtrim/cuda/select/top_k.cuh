@@ -206,11 +206,11 @@ struct NoTiesLeft {
 // A block: one KV head. Thread t: entries t, t + 512, ...
 template <bool KeysInShared>
 __global__ void KVTRIM_LAUNCH_BOUNDS(select_threads, 1) select_kernel(RowScores rows,
-                                                                   const SelectTask* tasks,
-                                                                   SelectBounds bounds,
-                                                                   bool unordered_only,
-                                                                   std::int32_t* out,
-                                                                   std::int32_t* nan_counts) {
+                                                                      const SelectTask* tasks,
+                                                                      SelectBounds bounds,
+                                                                      bool unordered_only,
+                                                                      std::int32_t* out,
+                                                                      std::int32_t* nan_counts) {
   KVTRIM_SHARED(SelectShared, shared, );
   KVTRIM_DYNAMIC_SHARED(std::uint32_t, keys);
   const int items = bounds.sequences * bounds.layers * bounds.kv_heads;
