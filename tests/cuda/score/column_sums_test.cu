@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-#define KVTRIM_CUDA_KERNELS_ELSEWHERE  // window_test.cu
+#if !defined(KVTRIM_CUDA_KERNELS_ELSEWHERE)
+#  define KVTRIM_CUDA_KERNELS_ELSEWHERE  // window_test.cu
+#endif
 #include <kvtrim/cuda/score/column_sums.cuh>
 
 #include "catch.hpp"

@@ -287,6 +287,28 @@ TEST_CASE("cuda window: a score does not change by a bit with page size, place, 
   }
 }
 
+TEST_CASE("cuda window: layers may be separate buffers, aligned or not", "[window]") {
+  for (const cuda::ScorePath path : {cuda::ScorePath::fma, cuda::ScorePath::tensor_cores}) {
+    for (const std::int32_t skew :
+         {0, 1}) {  // elements; queries that are not aligned are no work for tensor cores
+      if (skew != 0 && path == cuda::ScorePath::tensor_cores) { continue; }
+      WorldOptions o{.dtype = DType::bf16, .dim = 64, .group = 2, .layers = 2, .lengths = {70}};
+      o.query_dtype = DType::bf16;
+      o.skew = skew;
+      ScoreWorld w(o);
+      std::byte* const base = w.view.k.base;
+      DeviceBuffer<std::byte*> bases(std::vector<std::byte*>{base, base + w.view.k.layer_stride},
+                                     "layer bases");
+      w.view.k.base = nullptr;
+      w.view.k.layer_bases = bases.data();
+      w.view.k.layer_stride = 12'345'677;  // unused then
+      const WindowParams params{.window = 4};
+      const Outcome r = score(w, params, path);
+      CHECK(worst_error(w, params, r.scores, path) <= 1);
+    }
+  }
+}
+
 TEST_CASE("cuda window: tables within the budget are left out, and a batch may be empty",
           "[window][edge]") {
   WorldOptions o{.dim = 64, .lengths = {12, 20, 0}};

@@ -230,7 +230,8 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(Threads) rerotate_kernel(RerotateArgs a) {
       rope.dim % 2 != 0 || rope.offset < 0 || rope.offset + rope.dim > k.head_dim ||
       !readable(k.dtype) || (k.base == nullptr && k.layer_bases == nullptr) ||
       !aligned_to(element, k.base) ||
-      (k.layer_stride | k.page_stride | k.token_stride | k.head_stride | k.feature_stride) %
+      ((k.layer_bases != nullptr ? 0 : k.layer_stride) | k.page_stride | k.token_stride |
+       k.head_stride | k.feature_stride) %
               static_cast<std::int64_t>(element) !=
           0) {
     return cudaErrorInvalidValue;

@@ -5,6 +5,7 @@
 // cores, 34 an architecture. They take a minute to compile: where several units of a program score, one of them defines
 // KVTRIM_CUDA_KERNELS_HERE before this header and the others KVTRIM_CUDA_KERNELS_ELSEWHERE.
 
+#include <kvtrim/cuda/score/attention_fma.cuh>
 #include <kvtrim/cuda/score/attention_mma.cuh>
 
 #include <cstddef>

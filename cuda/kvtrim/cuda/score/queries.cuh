@@ -127,7 +127,7 @@ KVTRIM_DEVICE float4 load_query_4(const void* data, std::int64_t offset, DType d
       !aligned_to(static_cast<std::size_t>(element), k.base)) {
     return false;
   }
-  const std::int64_t strides[] = {k.layer_stride,
+  const std::int64_t strides[] = {k.layer_bases != nullptr ? 0 : k.layer_stride,
                                   k.page_stride,
                                   k.token_stride,
                                   k.head_stride,

@@ -102,7 +102,7 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(Threads)
     }
     if (lane == 0) {
       const bool good = sum > 0 && is_finite(sum) && is_finite(largest);
-      lse2[x] = good ? largest + log2f(sum) : __uint_as_float(0x7FC0'0000U);
+      lse2[x] = good ? largest + log2f(sum) : not_a_number;
     }
   }
 }
@@ -214,6 +214,7 @@ struct WindowMemory {
 /// \param key_scales  of fp8 keys
 /// \param[out] scores fp32 by row; a hole's is 0; not written for tables of at most `bounds.min_rows` live rows
 /// \param workspace   [window_scores_workspace_bytes(...)], at a multiple of 256; one a stream
+/// \pre the tables name a page for every live row of the tables that are scored
 /// \returns `cudaErrorInvalidValue` before anything is launched: dtype or head dim that no kernel knows, an address or a
 ///   stride that is no multiple of the element, no page table, an even kernel, a workspace too small; else what the
 ///   launches say
