@@ -56,16 +56,16 @@ includes=(-Iinclude -Icuda -Itests -Itests/emulator)
 [[ -n ${EIGEN_INCLUDE:-} ]] && includes+=("-I$EIGEN_INCLUDE")
 [[ -z ${EIGEN_INCLUDE:-} && -d /usr/include/eigen3 ]] && includes+=(-I/usr/include/eigen3)
 [[ -n ${CATCH_INCLUDE:-} ]] && includes+=("-I$CATCH_INCLUDE")
-flags=(-std=c++20 --expt-relaxed-constexpr -O2 -DNDEBUG "-arch=sm_$architecture" -DKVTRIM_CUDA_KERNELS_ELSEWHERE
-       "${includes[@]}")
+flags=(-std=c++20 --expt-relaxed-constexpr -O2 -DNDEBUG "-arch=sm_$architecture" "${includes[@]}")
+elsewhere=-DKVTRIM_CUDA_KERNELS_ELSEWHERE # the score kernels are those of kernels_score.cu
 build() {
   local objects=$out/objects
   mkdir -p "$objects"
   {
-    echo "nvcc ${flags[*]} -UKVTRIM_CUDA_KERNELS_ELSEWHERE --split-compile=0 -c tests/cuda/kernels_score.cu -o $objects/kernels_score.o"
+    echo "nvcc ${flags[*]} --split-compile=0 -c tests/cuda/kernels_score.cu -o $objects/kernels_score.o"
     local f
     for f in tests/cuda/main.cu tests/cuda/*/*_test.cu examples/cuda_step.cu bench/cuda/cuda_bench.cu; do
-      echo "nvcc ${flags[*]} -c $f -o $objects/$(basename "${f%.cu}").o"
+      echo "nvcc ${flags[*]} $elsewhere -c $f -o $objects/$(basename "${f%.cu}").o"
     done
     for f in tests/cuda/*/*.cpp; do
       echo "nvcc ${flags[*]} -c $f -o $objects/$(basename "${f%.cpp}").o"
@@ -80,7 +80,6 @@ build() {
     nvcc "-arch=sm_$architecture" "$objects/cuda_step.o" "$objects/kernels_score.o" -o "$out/cuda_step" &&
     nvcc "-arch=sm_$architecture" "$objects/cuda_bench.o" "$objects/kernels_score.o" -o "$out/cuda_bench"
 }
-export -f build
 start=$SECONDS
 build >"$out/build.log" 2>&1
 rc=$?
@@ -88,12 +87,12 @@ note build $rc $((SECONDS - start))
 ((rc == 0)) || exit 1
 
 failed=0
-run gpu_tests 90 "$out/gpu_tests" || failed=1
-run cuda_step 20 "$out/cuda_step" || failed=1
+run gpu_tests 90 "$out/gpu_tests" || [[ $? -eq 77 ]] || failed=1
+run cuda_step 20 "$out/cuda_step" || [[ $? -eq 77 ]] || failed=1
 timeout 90 "$out/cuda_bench" >"$out/bench.json" 2>"$out/bench.log"
 rc=$?
 note cuda_bench $rc 0
-((rc == 0)) || failed=1
+((rc == 0 || rc == 77)) || failed=1
 if command -v compute-sanitizer >/dev/null; then
   run memcheck 60 compute-sanitizer --tool memcheck --error-exitcode 1 "$out/gpu_tests" "cuda::top_k: one row*,cuda::plan: rows of any size*" || true
   run racecheck 60 compute-sanitizer --tool racecheck --error-exitcode 1 "$out/gpu_tests" "cuda::top_k: one row*" || true
