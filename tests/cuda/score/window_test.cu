@@ -146,7 +146,7 @@ TEST_CASE("cuda window: layouts, tables, ragged batches and holes equal a double
     o.dim = one_of(64, 80, 128);
     o.page_size = one_of(1, 3, 16);
     o.kv_heads = one_of(1, 2);
-    o.group = one_of(1, 2, 5);
+    o.group = one_of(1, 2, 5, 16);
     o.layers = one_of(1, 2);
     o.lengths = {one_of(1, 7, 33), one_of(0, 5, 130), 40};
     o.layout = one_of(Layout::nhd, Layout::hnd, Layout::padded, Layout::packed, Layout::transposed);

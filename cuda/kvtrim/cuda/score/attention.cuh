@@ -154,6 +154,7 @@ KVTRIM_DEVICE void attend(const AttentionArgs& a,
       if ((bad >> j & 1) != 0) { position[j] = never_seen; }
       newest = position[j] > newest ? position[j] : newest;
     }
+    newest = __reduce_max_sync(full_warp, newest);  // lanes of a warp take the same branches
     if (sums) {
       oldest = __reduce_min_sync(full_warp, oldest);
       if (lane == 0) { warp_oldest[warp] = oldest; }
