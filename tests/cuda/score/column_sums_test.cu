@@ -150,6 +150,18 @@ TEST_CASE("cuda column sums: prompts and single steps equal a double reference",
   }
 }
 
+TEST_CASE("cuda column sums: a block goes from tile to tile", "[column_sums]") {
+  for (const cuda::ScorePath path : {cuda::ScorePath::fma, cuda::ScorePath::tensor_cores}) {
+    WorldOptions o{.dtype = DType::f16, .dim = 64, .page_size = 16, .kv_heads = 3, .group = 2};
+    o.lengths = {300, 20, 140, 5, 390};  // 30 tiles; the emulator has room for 16 blocks
+    o.queries = 20;
+    o.query_dtype = DType::f16;
+    o.score_planes = true;
+    ScoreWorld w(o);
+    CHECK(worst_error(w, {}, accumulate(w, {}, path), 0.0F) <= 1);
+  }
+}
+
 TEST_CASE("cuda column sums: rows out of order, holes and per-head tables equal a double reference",
           "[column_sums]") {
   WorldOptions o{.dtype = DType::f16, .dim = 80, .page_size = 4, .group = 2, .lengths = {33, 130}};

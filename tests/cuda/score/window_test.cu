@@ -216,6 +216,23 @@ TEST_CASE("cuda window: more queries than a block holds at once change nothing",
   }
 }
 
+TEST_CASE("cuda window: a block goes from tile to tile, of one head and of several",
+          "[window][mma]") {
+  for (const cuda::ScorePath path : {cuda::ScorePath::fma, cuda::ScorePath::tensor_cores}) {
+    for (const std::int32_t window : {3, 40}) {  // queries stay in shared memory, or come anew
+      WorldOptions o{.dtype = DType::f16, .dim = 64, .page_size = 16, .kv_heads = 3, .group = 4};
+      o.lengths = {300, 20, 140, 5, 390};  // 30 tiles; the emulator has room for 16 blocks
+      o.query_dtype = DType::f16;
+      o.queries = window;
+      o.lse = window == 3;
+      ScoreWorld w(o);
+      const WindowParams params{.window = window};
+      const Outcome r = score(w, params, path);
+      CHECK(worst_error(w, params, r.scores, path) <= 1);
+    }
+  }
+}
+
 TEST_CASE("cuda window: keys, queries and LSE that are not finite count as on the CPU",
           "[window][nan]") {
   for (const cuda::ScorePath path : {cuda::ScorePath::fma, cuda::ScorePath::tensor_cores}) {
