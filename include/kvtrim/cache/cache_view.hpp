@@ -83,7 +83,10 @@ struct CacheView {
       const std::int32_t n = table.capacity(s, l, h);
       return n == 0 ? 0 : (n - 1) * page_size + last_page_len[table.rows(s, l, h)];
     }
-    return lengths != nullptr ? lengths[length_rows(s, l, h)] : state(s, l, h).live_rows;
+    if (lengths != nullptr) { return lengths[length_rows(s, l, h)]; }
+    // Not through `state`, which asks here: functions that call each other stay calls in a kernel.
+    return states == nullptr ? 0
+                             : states[raw(s) * tables_per_sequence() + table_of(l, h)].live_rows;
   }
 
   /// State of (sequence, layer, KV head); where the engine keeps none, that of a prompt never evicted from.

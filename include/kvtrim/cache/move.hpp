@@ -30,16 +30,18 @@ struct RowPlace {
 namespace detail {
 
 // A plane without a head (or layer) stride is common to what shares it: it moves with the first head (or layer) only.
-[[nodiscard]] inline bool moves_with(const CacheView& view,
-                                     const PagePlane& plane,
-                                     LayerId l,
-                                     HeadId h) noexcept {
+[[nodiscard]] KVTRIM_HOST_DEVICE constexpr bool moves_with(const CacheView& view,
+                                                           const PagePlane& plane,
+                                                           LayerId l,
+                                                           HeadId h) noexcept {
   if (plane.token_stride == 0) { return false; }
   const bool common_heads = plane.head_stride == 0 && view.scope != TableScope::head;
   const bool common_layers = plane.layer_stride == 0 && view.scope == TableScope::group;
   return !(common_heads && raw(h) != 0) && !(common_layers && raw(l) != 0);
 }
-[[nodiscard]] inline bool moves_with(const SequencePlane& plane, LayerId l, HeadId h) noexcept {
+[[nodiscard]] KVTRIM_HOST_DEVICE constexpr bool moves_with(const SequencePlane& plane,
+                                                           LayerId l,
+                                                           HeadId h) noexcept {
   return static_cast<bool>(plane) && !(plane.head_stride == 0 && raw(h) != 0) &&
          !(plane.layer_stride == 0 && raw(l) != 0);
 }
@@ -54,9 +56,9 @@ void for_each_sequence_plane(const CacheView& view, F&& f) noexcept {
 }  // namespace detail
 
 /// Bytes that moving one row of (layer, KV head) writes in pages: key, value, page planes.
-[[nodiscard]] inline std::int64_t moved_row_bytes(const CacheView& view,
-                                                  LayerId l,
-                                                  HeadId h) noexcept {
+[[nodiscard]] KVTRIM_HOST_DEVICE constexpr std::int64_t moved_row_bytes(const CacheView& view,
+                                                                        LayerId l,
+                                                                        HeadId h) noexcept {
   std::int64_t bytes = view.k.row_bytes() + view.v.row_bytes();
   if (view.unrotated_keys.base != nullptr) { bytes += view.unrotated_keys.row_bytes(); }
   for (std::int32_t i = 0; i < view.page_plane_count; ++i) {

@@ -6,7 +6,8 @@
 #include <cassert>
 
 #if defined(__CUDACC__)
-#  define KVTRIM_HOST_DEVICE __host__ __device__
+// Inlined always: a call out of a kernel would put its view on the stack.
+#  define KVTRIM_HOST_DEVICE __host__ __device__ __forceinline__
 #else
 #  define KVTRIM_HOST_DEVICE
 #endif

@@ -77,7 +77,7 @@ template <class T>
 
 template <class... Values>
 [[noreturn]] KVTRIM_COLD void throw_invalid_argument(
-    [[maybe_unused]] MessageFormat<sizeof...(Values)> format,
+    [[maybe_unused]] std::type_identity_t<MessageFormat<sizeof...(Values)>> format,
     [[maybe_unused]] const Values&... values) {
 #if defined(__cpp_exceptions)
   throw std::invalid_argument(message(format.text, {message_text(values)...}));
@@ -88,7 +88,7 @@ template <class... Values>
 
 template <class... Values>
 [[noreturn]] KVTRIM_COLD void throw_length_error(
-    [[maybe_unused]] MessageFormat<sizeof...(Values)> format,
+    [[maybe_unused]] std::type_identity_t<MessageFormat<sizeof...(Values)>> format,
     [[maybe_unused]] const Values&... values) {
 #if defined(__cpp_exceptions)
   throw std::length_error(message(format.text, {message_text(values)...}));

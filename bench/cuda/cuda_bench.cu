@@ -1,0 +1,515 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the kernels take on a device, beside what the device can do: a copy measured in the same run, a naive gather, and
+// CUB's segmented sort. Medians of 50 graph replays over data that rotates through at least 512 MiB, so that no figure
+// comes from the second-level cache. Writes JSON to stdout; exit code 77 without a device.
+
+#include <kvtrim/cuda/evict/apply.cuh>
+#include <kvtrim/cuda/evict/plan.cuh>
+#include <kvtrim/cuda/score/window.cuh>
+#include <kvtrim/cuda/select/top_k.cuh>
+#include <kvtrim/policy/policy.hpp>
+#include <kvtrim/score/external_params.hpp>
+
+#include <cub/device/device_segmented_radix_sort.cuh>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <numeric>
+#include <random>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace {
+
+using namespace kvtrim;  // but not its `cuda`, which CUB knows another of
+
+constexpr std::int64_t mib = 1024 * 1024;
+constexpr std::int64_t rotated_bytes = 512 * mib;
+constexpr int replays = 50;
+
+void must(cudaError_t e, const char* what) {
+  if (e != cudaSuccess) {
+    std::fprintf(stderr, "cuda_bench: %s: %s\n", what, cudaGetErrorString(e));
+    std::exit(1);
+  }
+}
+
+/// Device memory, freed at the end of its scope.
+template <class T>
+class Buffer {
+ public:
+  explicit Buffer(std::size_t count) : count_(count) {
+    must(cudaMalloc(reinterpret_cast<void**>(&data_), count * sizeof(T)), "cudaMalloc");
+    must(cudaMemset(data_, 0, count * sizeof(T)), "cudaMemset");
+  }
+  explicit Buffer(const std::vector<T>& values) : Buffer(values.size()) {
+    must(cudaMemcpy(data_, values.data(), values.size() * sizeof(T), cudaMemcpyHostToDevice),
+         "cudaMemcpy");
+  }
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+  ~Buffer() { cudaFree(data_); }
+  [[nodiscard]] T* data() const { return data_; }
+  [[nodiscard]] std::size_t size() const { return count_; }
+
+ private:
+  T* data_ = nullptr;
+  std::size_t count_ = 0;
+};
+
+/// Median microseconds of one replay of what `queue(stream, i)` queues; `i` counts through the rotated copies.
+template <class Queue>
+double median_microseconds(int copies, Queue queue) {
+  cudaStream_t stream = nullptr;
+  cudaEvent_t begin = nullptr;
+  cudaEvent_t end = nullptr;
+  must(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "stream");
+  must(cudaEventCreate(&begin), "event");
+  must(cudaEventCreate(&end), "event");
+  std::vector<cudaGraphExec_t> graphs;
+  for (int i = 0; i < copies; ++i) {
+    cudaGraph_t graph = nullptr;
+    cudaGraphExec_t exec = nullptr;
+    must(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capture");
+    queue(stream, i);
+    must(cudaStreamEndCapture(stream, &graph), "capture");
+    must(cudaGraphInstantiate(&exec, graph, 0), "instantiate");
+    must(cudaGraphDestroy(graph), "destroy");
+    graphs.push_back(exec);
+  }
+  std::vector<double> times;
+  for (int i = -5; i < replays; ++i) {
+    must(cudaEventRecord(begin, stream), "record");
+    must(cudaGraphLaunch(graphs[static_cast<std::size_t>((i + 5) % copies)], stream), "launch");
+    must(cudaEventRecord(end, stream), "record");
+    must(cudaEventSynchronize(end), "synchronize");
+    float milliseconds = 0;
+    must(cudaEventElapsedTime(&milliseconds, begin, end), "elapsed");
+    if (i >= 0) { times.push_back(static_cast<double>(milliseconds) * 1000); }
+  }
+  for (const cudaGraphExec_t g : graphs) { must(cudaGraphExecDestroy(g), "destroy"); }
+  must(cudaEventDestroy(begin), "destroy");
+  must(cudaEventDestroy(end), "destroy");
+  must(cudaStreamDestroy(stream), "destroy");
+  std::nth_element(times.begin(), times.begin() + replays / 2, times.end());
+  return times[replays / 2];
+}
+
+/// One result: a line of JSON.
+class Results {
+ public:
+  void add(const std::string& name,
+           double microseconds,
+           std::int64_t bytes,
+           double limit,
+           std::string_view limited) {
+    std::string line = "    {\"name\": \"" + name + "\", \"microseconds\": " + number(microseconds);
+    if (bytes > 0) {
+      const double rate = static_cast<double>(bytes) / microseconds / 1000;
+      line += ", \"bytes\": " + std::to_string(bytes) + ", \"gb_per_s\": " + number(rate);
+      if (copy_rate_ > 0) { line += ", \"percent_of_copy\": " + number(100 * rate / copy_rate_); }
+    }
+    if (limit > 0) {
+      const double value = limited == "percent_of_copy"
+                               ? 100 * static_cast<double>(bytes) / microseconds / 1000 / copy_rate_
+                               : microseconds;
+      const bool pass = limited == "percent_of_copy" ? value >= limit : value <= limit;
+      line += ", \"target_" + std::string(limited) + "\": " + number(limit) +
+              ", \"pass\": " + (pass ? "true" : "false");
+      all_pass_ = all_pass_ && pass;
+    }
+    lines_.push_back(line + "}");
+    std::fprintf(stderr, "%s\n", lines_.back().c_str());
+  }
+  void set_copy_rate(double gb_per_s) { copy_rate_ = gb_per_s; }
+  void print(const std::string& device) const {
+    std::printf(
+        "{\n  \"device\": \"%s\",\n  \"replays\": %d,\n  \"all_pass\": %s,\n  \"results\": [\n",
+        device.c_str(),
+        replays,
+        all_pass_ ? "true" : "false");
+    for (std::size_t i = 0; i < lines_.size(); ++i) {
+      std::printf("%s%s\n", lines_[i].c_str(), i + 1 < lines_.size() ? "," : "");
+    }
+    std::puts("  ]\n}");
+  }
+
+ private:
+  static std::string number(double x) {
+    char text[32];
+    std::snprintf(text, sizeof text, "%.3f", x);
+    return text;
+  }
+  std::vector<std::string> lines_;
+  double copy_rate_ = 0;
+  bool all_pass_ = true;
+};
+
+/// Keeps the rows with the best ready-made scores.
+struct ByScore {
+  static constexpr std::string_view name = "by_score";
+  std::int32_t keep = 0;
+  Removal way = Removal::stable_pack;
+  [[nodiscard]] constexpr Demand demand(const DemandInput& in) const noexcept {
+    return {keep < in.live ? keep : in.live, {}, 0, Status::ok};
+  }
+  [[nodiscard]] constexpr Removal removal() const noexcept { return way; }
+  [[nodiscard]] constexpr ExternalParams scorer() const noexcept { return {}; }
+};
+static_assert(Policy<ByScore>);
+
+__global__ void reset_kernel(kvtrim::cuda::detail::PlanControl* control,
+                             kvtrim::cuda::DeviceReport* report) {
+  control->stage = kvtrim::cuda::detail::DeviceStage::planned;
+  report->status = Status::ok;
+}
+/// What a first try looks like: a block a row, a table look-up in each thread.
+__global__ void naive_gather_kernel(const uint4* from,
+                                    const std::int32_t* rows,
+                                    uint4* to,
+                                    int units) {
+  const std::int64_t source = rows[blockIdx.x];
+  for (int u = static_cast<int>(threadIdx.x); u < units; u += static_cast<int>(blockDim.x)) {
+    to[static_cast<std::int64_t>(blockIdx.x) * units + u] = from[source * units + u];
+  }
+}
+
+/// A bf16 cache of d 128 with 8 KV heads in 16-token pages, one layer, half of the rows to be kept at random.
+struct MoveBench {
+  static constexpr std::int32_t heads = 8;
+  static constexpr std::int32_t dim = 128;
+  static constexpr std::int32_t page_size = 16;
+
+  MoveBench(std::int32_t sequences_, std::int32_t rows_)
+      : sequences(sequences_),
+        rows(rows_),
+        pages(2 * sequences_ * rows_ / page_size),
+        pool(static_cast<std::size_t>(pages) * page_size * heads * dim * 2),
+        ids(static_cast<std::size_t>(sequences_) * (rows_ / page_size)),
+        lengths(std::vector<std::int32_t>(static_cast<std::size_t>(sequences_), rows_)),
+        spares(static_cast<std::size_t>(pages)),
+        spare_count(std::vector<std::int32_t>{pages / 2}),
+        scores(random_scores()) {
+    std::vector<std::int32_t> order(static_cast<std::size_t>(pages));
+    std::iota(order.begin(), order.end(), 0);
+    std::shuffle(order.begin(), order.end(), std::mt19937(1));
+    must(cudaMemcpy(ids.data(), order.data(), ids.size() * 4, cudaMemcpyHostToDevice), "ids");
+    must(cudaMemcpy(spares.data(),
+                    order.data() + ids.size(),
+                    static_cast<std::size_t>(pages) * 2,
+                    cudaMemcpyHostToDevice),
+         "spares");
+    const PlaneShape shape{page_size, heads, dim, DType::bf16};
+    view.k = Plane::nhd(pool.data(), shape);
+    view.v = Plane::nhd(pool.data() + pool.size() / 2, shape);
+    view.page_size = page_size;
+    view.pages = pages;
+    view.kv_heads = heads;
+    view.sequences = sequences;
+    view.table.ids = ids.data();
+    view.table.max_pages = rows / page_size;
+    view.table.row_stride = rows / page_size;
+    view.lengths = lengths.data();
+    bounds.sequences = sequences;
+    bounds.kv_heads = heads;
+    bounds.page_size = page_size;
+    bounds.pages = pages;
+    bounds.max_rows = rows;
+  }
+  [[nodiscard]] std::vector<float> random_scores() const {
+    std::mt19937 random(2);
+    std::vector<float> s(static_cast<std::size_t>(sequences) * heads *
+                         static_cast<std::size_t>(rows));
+    for (float& x : s) { x = static_cast<float>(random() % 1000003); }
+    return s;
+  }
+
+  void run(Results& results,
+           const std::string& name,
+           Removal removal,
+           bool out_of_place,
+           double target) {
+    const ByScore policy{rows / 2, removal};
+    const std::size_t bytes = kvtrim::cuda::plan_workspace_bytes(policy, bounds);
+    const Buffer<std::byte> memory(bytes);
+    const kvtrim::cuda::PlanWorkspace workspace{bounds, memory.data(), bytes};
+    kvtrim::cuda::DeviceObservation obs;
+    obs.scores = SequencePlane::dense(scores.data(), 1, heads, rows);
+    kvtrim::cuda::DevicePlanOptions options;
+    options.out_of_place = out_of_place;
+    options.spare_pages = spares.data();
+    options.spare_count = spare_count.data();
+    must(kvtrim::cuda::plan(policy, view, obs, workspace, nullptr, options), "plan");
+    must(cudaDeviceSynchronize(), "plan");
+    const kvtrim::cuda::DevicePlan made = kvtrim::cuda::device_plan(workspace);
+    kvtrim::cuda::DeviceReport report;
+    must(cudaMemcpy(&report, made.report, sizeof report, cudaMemcpyDeviceToHost), "report");
+    if (report.status != Status::ok) {
+      std::fprintf(stderr,
+                   "cuda_bench: %s of %s: status %s\n",
+                   name.c_str(),
+                   std::string(ByScore::name).c_str(),
+                   std::string(to_string(report.status)).c_str());
+      std::exit(1);
+    }
+    // The same plan again and again: the tables are never changed, so every replay moves the same rows.
+    const double t = median_microseconds(1, [&](cudaStream_t stream, int) {
+      reset_kernel<<<1, 1, 0, stream>>>(made.control, made.report);
+      must(kvtrim::cuda::apply(workspace, view, stream), "apply");
+    });
+    results.add(name + "/sequences:" + std::to_string(sequences) + "/rows:" + std::to_string(rows),
+                t,
+                2 * report.bytes_moved,
+                target,
+                "percent_of_copy");
+    const double planned = median_microseconds(1, [&](cudaStream_t stream, int) {
+      must(kvtrim::cuda::plan(policy, view, obs, workspace, stream, options), "plan");
+    });
+    results.add("plan_" + name + "/sequences:" + std::to_string(sequences) +
+                    "/rows:" + std::to_string(rows),
+                planned,
+                0,
+                0,
+                "");
+  }
+
+  std::int32_t sequences;
+  std::int32_t rows;
+  std::int32_t pages;
+  Buffer<__nv_bfloat16> pool;
+  Buffer<std::int32_t> ids;
+  Buffer<std::int32_t> lengths;
+  Buffer<std::int32_t> spares;
+  Buffer<std::int32_t> spare_count;
+  Buffer<float> scores;
+  CacheView view;
+  PlanShape bounds;
+};
+
+void bench_copy(Results& results) {
+  const Buffer<std::byte> from(rotated_bytes);
+  const Buffer<std::byte> to(rotated_bytes);
+  const double t = median_microseconds(1, [&](cudaStream_t stream, int) {
+    must(cudaMemcpyAsync(to.data(), from.data(), rotated_bytes, cudaMemcpyDeviceToDevice, stream),
+         "copy");
+  });
+  results.set_copy_rate(2.0 * rotated_bytes / t / 1000);
+  results.add("copy/cudaMemcpyAsync", t, 2 * rotated_bytes, 0, "");
+
+  constexpr int units = 32;  // rows of 512 bytes
+  const auto rows = static_cast<std::int32_t>(rotated_bytes / 512);
+  std::vector<std::int32_t> keep(static_cast<std::size_t>(rows / 2));
+  for (std::size_t i = 0; i < keep.size(); ++i) {
+    keep[i] = static_cast<std::int32_t>(2 * i + (i * 7919) % 2);
+  }
+  const Buffer<std::int32_t> list(keep);
+  const double naive = median_microseconds(1, [&](cudaStream_t stream, int) {
+    naive_gather_kernel<<<static_cast<unsigned>(rows / 2), units, 0, stream>>>(
+        reinterpret_cast<const uint4*>(from.data()),
+        list.data(),
+        reinterpret_cast<uint4*>(to.data()),
+        units);
+  });
+  results.add("copy/naive_gather", naive, rotated_bytes, 0, "");
+}
+
+void bench_select(
+    Results& results, std::int32_t heads, std::int32_t rows, std::int32_t keep, double target) {
+  const std::int64_t each = std::int64_t{heads} * rows * 4;
+  const int copies = static_cast<int>((rotated_bytes + each - 1) / each);
+  std::mt19937 random(3);
+  std::vector<float> values(static_cast<std::size_t>(heads) * static_cast<std::size_t>(rows));
+  for (float& x : values) { x = static_cast<float>(random() % 1000003) * 1e-9F; }
+  Buffer<float> scores(values.size() * static_cast<std::size_t>(copies));
+  for (int i = 0; i < copies; ++i) {
+    must(cudaMemcpy(scores.data() + static_cast<std::int64_t>(i) * heads * rows,
+                    values.data(),
+                    values.size() * 4,
+                    cudaMemcpyHostToDevice),
+         "scores");
+  }
+  kvtrim::cuda::SelectTask task;
+  task.extent = rows;
+  task.end = rows;
+  task.keep = keep;
+  task.active = 1;
+  const Buffer<kvtrim::cuda::SelectTask> tasks(
+      std::vector<kvtrim::cuda::SelectTask>(static_cast<std::size_t>(heads), task));
+  const Buffer<std::int32_t> out(values.size());
+  const Buffer<std::int32_t> nan(static_cast<std::size_t>(heads));
+  const kvtrim::cuda::SelectBounds bounds{heads, 1, 1, rows};
+  const Buffer<std::byte> workspace(kvtrim::cuda::top_k_workspace_bytes(bounds));
+  const std::string shape = "/heads:" + std::to_string(heads) + "/rows:" + std::to_string(rows) +
+                            "/keep:" + std::to_string(keep);
+  const double t = median_microseconds(copies, [&](cudaStream_t stream, int i) {
+    kvtrim::cuda::RowScores input;
+    input.scores = SequencePlane::dense(
+        scores.data() + static_cast<std::int64_t>(i) * heads * rows, 1, 1, rows);
+    must(kvtrim::cuda::top_k(input,
+                             tasks.data(),
+                             bounds,
+                             out.data(),
+                             nan.data(),
+                             workspace.data(),
+                             workspace.size(),
+                             stream),
+         "top_k");
+  });
+  results.add("top_k" + shape, t, 0, target, "microseconds");
+
+  std::vector<int> borders(static_cast<std::size_t>(heads) + 1);
+  for (std::size_t i = 0; i < borders.size(); ++i) { borders[i] = static_cast<int>(i) * rows; }
+  const Buffer<int> offsets(borders);
+  const Buffer<float> sorted(values.size());
+  std::size_t bytes = 0;
+  must(cub::DeviceSegmentedRadixSort::SortKeysDescending(nullptr,
+                                                         bytes,
+                                                         scores.data(),
+                                                         sorted.data(),
+                                                         heads * rows,
+                                                         heads,
+                                                         offsets.data(),
+                                                         offsets.data() + 1),
+       "cub");
+  const Buffer<std::byte> temporary(bytes);
+  const double cub_time = median_microseconds(copies, [&](cudaStream_t stream, int i) {
+    must(cub::DeviceSegmentedRadixSort::SortKeysDescending(
+             temporary.data(),
+             bytes,
+             scores.data() + static_cast<std::int64_t>(i) * heads * rows,
+             sorted.data(),
+             heads * rows,
+             heads,
+             offsets.data(),
+             offsets.data() + 1,
+             0,
+             32,
+             stream),
+         "cub");
+  });
+  results.add("cub_segmented_sort" + shape, cub_time, 0, 0, "");
+}
+
+/// 32 queries x 32 heads over 32k keys of 8 KV heads, d 128.
+void bench_window(Results& results,
+                  DType dtype,
+                  bool lse,
+                  kvtrim::cuda::ScorePath path,
+                  const std::string& name,
+                  double target,
+                  double read) {
+  constexpr std::int32_t rows = 32768;
+  constexpr std::int32_t heads = 8;
+  constexpr std::int32_t query_heads = 32;
+  constexpr std::int32_t queries = 32;
+  constexpr std::int32_t dim = 128;
+  constexpr std::int32_t page_size = 16;
+  const std::int64_t key_bytes = std::int64_t{rows} * heads * dim * element_bytes(dtype);
+  const int copies = static_cast<int>((rotated_bytes + key_bytes - 1) / key_bytes);
+  const std::int32_t pages = copies * rows / page_size;
+  const Buffer<std::byte> keys(static_cast<std::size_t>(key_bytes * copies));
+  std::vector<std::int32_t> order(static_cast<std::size_t>(pages));
+  std::iota(order.begin(), order.end(), 0);
+  std::shuffle(order.begin(), order.end(), std::mt19937(4));
+  const Buffer<std::int32_t> ids(order);
+  const Buffer<std::int32_t> lengths(std::vector<std::int32_t>{rows});
+  const DType query_dtype = dtype == DType::f16 ? DType::f16 : DType::bf16;
+  const Buffer<std::uint16_t> q(
+      std::vector<std::uint16_t>(static_cast<std::size_t>(query_heads) * queries * dim,
+                                 query_dtype == DType::f16 ? 0x3C00 : 0x3F80));
+  const Buffer<float> sums(
+      std::vector<float>(static_cast<std::size_t>(query_heads) * queries, 10.4F));
+  const Buffer<float> scores(static_cast<std::size_t>(heads) * rows);
+  kvtrim::cuda::DeviceQueries input;
+  input.dtype = query_dtype;
+  input.block.data = reinterpret_cast<const float*>(q.data());
+  input.block.query_heads = query_heads;
+  input.block.rows = queries;
+  input.block.row_stride = dim;
+  input.block.head_stride = queries * dim;
+  input.block.layer_stride = input.block.sequence_stride =
+      std::int64_t{query_heads} * queries * dim;
+  if (lse) {
+    input.block.lse = sums.data();
+    input.block.lse_head_stride = queries;
+  }
+  const WindowParams params;
+  const kvtrim::cuda::ScoreBounds bounds{rows, 0};
+  CacheView view;
+  view.page_size = page_size;
+  view.pages = pages;
+  view.kv_heads = heads;
+  view.sequences = 1;
+  view.k = Plane::nhd(keys.data(), {page_size, heads, dim, dtype});
+  view.v = view.k;
+  view.lengths = lengths.data();
+  view.table.ids = ids.data();
+  view.table.max_pages = rows / page_size;
+  view.table.row_stride = rows / page_size;
+  const Buffer<std::byte> workspace(
+      kvtrim::cuda::window_scores_workspace_bytes(params, view, input, bounds));
+  const double t = median_microseconds(copies, [&](cudaStream_t stream, int i) {
+    view.table.ids = ids.data() + static_cast<std::int64_t>(i) * (rows / page_size);
+    must(kvtrim::cuda::window_scores(params,
+                                     view,
+                                     input,
+                                     {},
+                                     SequencePlane::dense(scores.data(), 1, heads, rows),
+                                     bounds,
+                                     workspace.data(),
+                                     workspace.size(),
+                                     stream,
+                                     path),
+         "window_scores");
+  });
+  results.add("window_scores/" + name, t, key_bytes, target * read, "microseconds");
+}
+
+}  // namespace
+
+int main() {
+  int devices = 0;
+  if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) {
+    std::puts("skipped: no CUDA device");
+    return 77;
+  }
+  cudaDeviceProp properties{};
+  must(cudaGetDeviceProperties(&properties, 0), "properties");
+  const std::string device = properties.name;
+  Results results;
+  bench_copy(results);
+  {
+    MoveBench many(64, 16384);  // 512 chains (sequence, KV head) for each plane, 2 GiB of K and V
+    many.run(results, "fill_holes", Removal::fill_holes, false, 80);
+    many.run(results, "stable_pack_out_of_place", Removal::stable_pack, true, 80);
+    many.run(results, "stable_pack_in_place", Removal::stable_pack, false, 60);
+  }
+  bench_select(results, 64, 16384, 2048, 20);
+  bench_select(results, 8, 131072, 4096, 0);
+  // Targets are multiples of reading the keys once, as measured by the copy: known for H100 and H200 alone.
+  const bool h200 = device.find("H200") != std::string::npos;
+  const bool h100 = device.find("H100") != std::string::npos;
+  const double read = h200 ? 14 : h100 ? 20 : 0;
+  const double with_lse = h200 ? 2.5 : 2;
+  bench_window(results,
+               DType::bf16,
+               true,
+               kvtrim::cuda::ScorePath::tensor_cores,
+               "bf16/lse/tensor_cores",
+               with_lse,
+               read);
+  bench_window(results,
+               DType::bf16,
+               false,
+               kvtrim::cuda::ScorePath::tensor_cores,
+               "bf16/self_normalised/tensor_cores",
+               4.5,
+               read);
+  bench_window(results, DType::bf16, true, kvtrim::cuda::ScorePath::fma, "bf16/lse/fma", 0, 0);
+  bench_window(results, DType::f8e4m3, true, kvtrim::cuda::ScorePath::fma, "f8e4m3/lse/fma", 0, 0);
+  results.print(device);
+  return 0;
+}

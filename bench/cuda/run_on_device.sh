@@ -1,0 +1,100 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Builds for sm_90 (or the architecture given), runs the GPU tests, the example and the benches, and a part of the tests
+# under compute-sanitizer where it starts. Needs nvcc, CMake, a generator and the headers of Eigen and Catch2 2; no network.
+#
+# usage: bench/cuda/run_on_device.sh [OUT [ARCHITECTURE]]      results: OUT/bench.json, OUT/summary.json, OUT/*.log
+#
+# Where Eigen or Catch2 are not installed, put their headers beside the checkout and name the folders:
+#   EIGEN_INCLUDE=.../eigen3 (holds Eigen/)   CATCH_INCLUDE=.../include (holds catch2/catch.hpp)
+set -uo pipefail
+cd "$(dirname "$0")/../.."
+out=${1:-build/device}
+architecture=${2:-90}
+mkdir -p "$out"
+jobs=$(nproc)
+begin=$SECONDS
+results=()
+note() { # name, exit code, seconds
+  local verdict=failed
+  case $2 in
+    0) verdict=passed ;;
+    77) verdict=skipped ;;
+    124) verdict=timed_out ;;
+  esac
+  results+=("    {\"step\": \"$1\", \"result\": \"$verdict\", \"seconds\": $3}")
+  echo "--- $1: $verdict, $3 s"
+}
+run() { # name, time limit, command...
+  local name=$1 limit=$2 start=$SECONDS
+  shift 2
+  timeout "$limit" "$@" >"$out/$name.log" 2>&1
+  local rc=$?
+  note "$name" $rc $((SECONDS - start))
+  return $rc
+}
+finish() {
+  {
+    echo "{"
+    echo "  \"device\": \"$(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | head -n 1)\","
+    echo "  \"nvcc\": \"$(nvcc --version | tail -n 1)\","
+    echo "  \"seconds\": $((SECONDS - begin)),"
+    echo "  \"steps\": ["
+    local i
+    for i in "${!results[@]}"; do
+      echo "${results[$i]}$([[ $i -lt $((${#results[@]} - 1)) ]] && echo ,)"
+    done
+    echo "  ]"
+    echo "}"
+  } >"$out/summary.json"
+  cat "$out/summary.json"
+}
+trap finish EXIT
+
+# The compiler is called directly: no package of CMake's is looked for, so that carried headers will do.
+includes=(-Iinclude -Icuda -Itests -Itests/emulator)
+[[ -n ${EIGEN_INCLUDE:-} ]] && includes+=("-I$EIGEN_INCLUDE")
+[[ -z ${EIGEN_INCLUDE:-} && -d /usr/include/eigen3 ]] && includes+=(-I/usr/include/eigen3)
+[[ -n ${CATCH_INCLUDE:-} ]] && includes+=("-I$CATCH_INCLUDE")
+flags=(-std=c++20 --expt-relaxed-constexpr -O2 -DNDEBUG "-arch=sm_$architecture" "${includes[@]}")
+elsewhere=-DKVTRIM_CUDA_KERNELS_ELSEWHERE # the score kernels are those of kernels_score.cu
+build() {
+  local objects=$out/objects
+  mkdir -p "$objects"
+  {
+    echo "nvcc ${flags[*]} --split-compile=0 -c tests/cuda/kernels_score.cu -o $objects/kernels_score.o"
+    local f
+    for f in tests/cuda/main.cu tests/cuda/*/*_test.cu examples/cuda_step.cu bench/cuda/cuda_bench.cu; do
+      echo "nvcc ${flags[*]} $elsewhere -c $f -o $objects/$(basename "${f%.cu}").o"
+    done
+    for f in tests/cuda/*/*.cpp; do
+      echo "nvcc ${flags[*]} -c $f -o $objects/$(basename "${f%.cpp}").o"
+    done
+  } | xargs -P "$jobs" -I{} sh -c '{}' || return 1
+  local tests=("$objects/main.o") f
+  for f in tests/cuda/*/*_test.cu tests/cuda/*/*.cpp; do
+    f=$(basename "$f")
+    tests+=("$objects/${f%.*}.o")
+  done
+  nvcc "-arch=sm_$architecture" "${tests[@]}" "$objects/kernels_score.o" -o "$out/gpu_tests" &&
+    nvcc "-arch=sm_$architecture" "$objects/cuda_step.o" "$objects/kernels_score.o" -o "$out/cuda_step" &&
+    nvcc "-arch=sm_$architecture" "$objects/cuda_bench.o" "$objects/kernels_score.o" -o "$out/cuda_bench"
+}
+start=$SECONDS
+build >"$out/build.log" 2>&1
+rc=$?
+note build $rc $((SECONDS - start))
+((rc == 0)) || exit 1
+
+failed=0
+run gpu_tests 90 "$out/gpu_tests" || [[ $? -eq 77 ]] || failed=1
+run cuda_step 20 "$out/cuda_step" || [[ $? -eq 77 ]] || failed=1
+timeout 90 "$out/cuda_bench" >"$out/bench.json" 2>"$out/bench.log"
+rc=$?
+note cuda_bench $rc 0
+((rc == 0 || rc == 77)) || failed=1
+if command -v compute-sanitizer >/dev/null; then
+  run memcheck 60 compute-sanitizer --tool memcheck --error-exitcode 1 "$out/gpu_tests" "cuda::top_k: one row*,cuda::plan: rows of any size*" || true
+  run racecheck 60 compute-sanitizer --tool racecheck --error-exitcode 1 "$out/gpu_tests" "cuda::top_k: one row*" || true
+fi
+exit $failed

@@ -1,0 +1,274 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// The only file that knows whether a `.cuh` is compiled by nvcc or, with KVTRIM_EMULATED set, by a host compiler against
+// the emulator of tests/emulator. Kernels use CUDA's own spelling (threadIdx, __syncthreads, __shfl_*_sync, atomicAdd)
+// and these few names for what C++ cannot spell in both worlds.
+
+#include <kvtrim/core/dtype.hpp>
+#include <kvtrim/core/types.hpp>
+
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+#include <utility>
+
+#if defined(KVTRIM_EMULATED)
+#  include "emulator.hpp"
+#elif defined(__CUDACC__)
+#  include <cuda_bf16.h>
+#  include <cuda_fp16.h>
+#  include <cuda_fp8.h>
+#  include <cuda_pipeline_primitives.h>
+#  include <cuda_runtime.h>
+#else
+#  error \
+      "kvtrim::cuda: compile with nvcc, or set KVTRIM_EMULATED and put tests/emulator on the include path"
+#endif
+
+// Static shared memory: KVTRIM_SHARED(float, sums, [32]); never initialised.
+// Dynamic shared memory: KVTRIM_DYNAMIC_SHARED(std::uint32_t, keys); aligned to 16 bytes, one block for the whole kernel.
+#if defined(KVTRIM_EMULATED)
+#  define KVTRIM_SHARED(type, name, ...)                                                    \
+    auto& name = *::kvtrim::emulator::static_shared<type __VA_ARGS__>([]() -> const void* { \
+      static const char key = 0;                                                            \
+      return &key;                                                                          \
+    }())
+#  define KVTRIM_DYNAMIC_SHARED(type, name) \
+    type* const name = reinterpret_cast<type*>(::kvtrim::emulator::dynamic_shared())
+#  define KVTRIM_UNROLL
+#  define KVTRIM_NO_UNROLL
+#  define KVTRIM_LAUNCH_BOUNDS(...)
+#else
+#  define KVTRIM_SHARED(type, name, ...) __shared__ type name __VA_ARGS__
+#  define KVTRIM_DYNAMIC_SHARED(type, name)                                \
+    extern __shared__ __align__(16) unsigned char kvtrim_dynamic_shared[]; \
+    type* const name = reinterpret_cast<type*>(kvtrim_dynamic_shared)
+#  define KVTRIM_UNROLL _Pragma("unroll")
+#  define KVTRIM_NO_UNROLL _Pragma("unroll 1")
+#  define KVTRIM_LAUNCH_BOUNDS(...) __launch_bounds__(__VA_ARGS__)
+#endif
+// A function of kernels: always inlined.
+#define KVTRIM_DEVICE __device__ __forceinline__
+
+namespace kvtrim::cuda::detail {
+
+inline constexpr unsigned full_warp = 0xFFFF'FFFFU;
+inline constexpr std::size_t most_shared_bytes = 227U * 1024U;  // of sm_90; sm_80 has 163 KiB
+
+/// Queues `kernel` on `stream`; its arguments convert to the kernel's parameters.
+///
+/// \returns what the launch itself says: an error inside the kernel comes out later, as everywhere in CUDA (the emulator
+///   has run the kernel by then, and returns `cudaErrorLaunchFailure`)
+template <class... P, class... A>
+[[nodiscard]] cudaError_t launch(void (*kernel)(P...),
+                                 dim3 grid,
+                                 dim3 block,
+                                 std::size_t shared_bytes,
+                                 cudaStream_t stream,
+                                 A&&... arguments) noexcept {
+  static_assert((std::is_trivially_copyable_v<P> && ...), "kernel parameters are copied bytewise");
+  static_assert(sizeof...(P) == sizeof...(A));
+#if defined(KVTRIM_EMULATED)
+  static_cast<void>(stream);
+  return emulator::launch(kernel, grid, block, shared_bytes, static_cast<P>(arguments)...);
+#else
+  if (shared_bytes > 48U * 1024U) {
+    const cudaError_t set = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                                                 cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                 static_cast<int>(shared_bytes));
+    if (set != cudaSuccess) { return set; }
+  }
+  return [&](P... values) {
+    void* pointers[] = {static_cast<void*>(&values)..., nullptr};
+    return cudaLaunchKernel(
+        reinterpret_cast<const void*>(kernel), grid, block, pointers, shared_bytes, stream);
+  }(static_cast<P>(arguments)...);
+#endif
+}
+
+/// Loads `kernel` and lets it have `shared_bytes` of dynamic shared memory: what must not happen inside a capture.
+template <class... P>
+[[nodiscard]] cudaError_t load([[maybe_unused]] void (*kernel)(P...),
+                               [[maybe_unused]] std::size_t shared_bytes = 0) noexcept {
+#if defined(KVTRIM_EMULATED)
+  return cudaSuccess;
+#else
+  cudaFuncAttributes attributes{};
+  const cudaError_t loaded =
+      cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel));
+  if (loaded != cudaSuccess || shared_bytes <= 48U * 1024U) { return loaded; }
+  return cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                              cudaFuncAttributeMaxDynamicSharedMemorySize,
+                              static_cast<int>(shared_bytes));
+#endif
+}
+
+/// Multiprocessors of the current device; grids are at most four times as many blocks.
+[[nodiscard]] inline int multiprocessors() noexcept {
+#if defined(KVTRIM_EMULATED)
+  return emulator::multiprocessors;
+#else
+  int device = 0;
+  int count = 0;
+  if (cudaGetDevice(&device) != cudaSuccess ||
+      cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) != cudaSuccess) {
+    return 1;
+  }
+  return count;
+#endif
+}
+
+/// Shared memory that one block may ask for on the current device.
+[[nodiscard]] inline std::size_t block_shared_bytes() noexcept {
+#if defined(KVTRIM_EMULATED)
+  return emulator::block_shared_bytes;
+#else
+  int device = 0;
+  int bytes = 0;
+  if (cudaGetDevice(&device) != cudaSuccess ||
+      cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) !=
+          cudaSuccess) {
+    return 48U * 1024U;
+  }
+  return static_cast<std::size_t>(bytes);
+#endif
+}
+
+/// Blocks for `items` work items, at most four a multiprocessor: kernels walk the rest with a stride.
+[[nodiscard]] inline unsigned bounded_grid(std::int64_t items) noexcept {
+  const std::int64_t most = 4 * static_cast<std::int64_t>(multiprocessors());
+  return static_cast<unsigned>(items < 1 ? 1 : items < most ? items : most);
+}
+
+/// Starts a copy of 16 bytes from global to shared memory (cp.async); both addresses are multiples of 16.
+KVTRIM_DEVICE void async_copy_16(void* shared, const void* global) {
+#if defined(KVTRIM_EMULATED)
+  emulator::async_copy_16(shared, global);
+#else
+  __pipeline_memcpy_async(shared, global, 16);
+#endif
+}
+/// Closes a group of copies.
+KVTRIM_DEVICE void async_commit() {
+#if defined(KVTRIM_EMULATED)
+  emulator::async_commit();
+#else
+  __pipeline_commit();
+#endif
+}
+/// Waits for all but the `Newest` last groups of this thread. A barrier must follow before other threads read.
+template <int Newest>
+KVTRIM_DEVICE void async_wait() {
+#if defined(KVTRIM_EMULATED)
+  emulator::async_wait(Newest);
+#else
+  __pipeline_wait_prior(Newest);
+#endif
+}
+
+/// Element of a cache plane as CUDA spells it.
+template <DType T>
+struct ElementOf;
+template <>
+struct ElementOf<DType::f32> {
+  using type = float;
+};
+template <>
+struct ElementOf<DType::f16> {
+  using type = __half;
+};
+template <>
+struct ElementOf<DType::bf16> {
+  using type = __nv_bfloat16;
+};
+template <>
+struct ElementOf<DType::f8e4m3> {
+  using type = __nv_fp8_e4m3;
+};
+template <>
+struct ElementOf<DType::f8e5m2> {
+  using type = __nv_fp8_e5m2;
+};
+template <DType T>
+using Element = typename ElementOf<T>::type;
+
+/// Value of one element; exact.
+__host__ KVTRIM_DEVICE float to_float(float x) {
+  return x;
+}
+__host__ KVTRIM_DEVICE float to_float(__half x) {
+  return __half2float(x);
+}
+__host__ KVTRIM_DEVICE float to_float(__nv_bfloat16 x) {
+  return __bfloat162float(x);
+}
+__host__ KVTRIM_DEVICE float to_float(__nv_fp8_e4m3 x) {
+  return static_cast<float>(x);
+}
+__host__ KVTRIM_DEVICE float to_float(__nv_fp8_e5m2 x) {
+  return static_cast<float>(x);
+}
+
+/// `x` as an element, rounded to nearest even.
+template <class T>
+__host__ KVTRIM_DEVICE T from_float(float x) {
+  if constexpr (std::is_same_v<T, __half>) {
+    return __float2half_rn(x);
+  } else if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    return __float2bfloat16_rn(x);
+  } else {
+    return static_cast<T>(x);
+  }
+}
+
+/// 16 bytes of elements: one load or store.
+template <class T>
+struct alignas(16) Vector16 {
+  static constexpr int count = static_cast<int>(16 / sizeof(T));
+  T at[16 / sizeof(T)];
+};
+/// Loads 16 bytes through the read-only path: never from memory that the same launch writes.
+template <class T>
+KVTRIM_DEVICE Vector16<T> load_16_constant(const T* p) {
+  const uint4 raw = __ldg(reinterpret_cast<const uint4*>(p));
+  Vector16<T> v;
+  memcpy(&v, &raw, 16);
+  return v;
+}
+/// Loads 16 bytes.
+template <class T>
+KVTRIM_DEVICE Vector16<T> load_16(const T* p) {
+  const uint4 raw = *reinterpret_cast<const uint4*>(p);
+  Vector16<T> v;
+  memcpy(&v, &raw, 16);
+  return v;
+}
+
+/// Calls `f(std::type_identity<Element>)` with the element type of a scored plane; `otherwise` for any other.
+template <class R, class F>
+[[nodiscard]] R dispatch_dtype(DType dtype, R otherwise, F&& f) {
+  switch (dtype) {
+    case DType::f32:
+      return f(std::type_identity<float>{});
+    case DType::f16:
+      return f(std::type_identity<__half>{});
+    case DType::bf16:
+      return f(std::type_identity<__nv_bfloat16>{});
+    case DType::f8e4m3:
+      return f(std::type_identity<__nv_fp8_e4m3>{});
+    case DType::f8e5m2:
+      return f(std::type_identity<__nv_fp8_e5m2>{});
+    case DType::i8:
+    case DType::opaque:
+      break;
+  }
+  return otherwise;
+}
+
+/// Whether an address, and anything added to it in these steps, is a multiple of `bytes`.
+[[nodiscard]] inline bool aligned_to(std::size_t bytes, const void* p) noexcept {
+  return reinterpret_cast<std::uintptr_t>(p) % bytes == 0;
+}
+
+}  // namespace kvtrim::cuda::detail

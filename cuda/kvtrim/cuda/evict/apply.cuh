@@ -1,0 +1,452 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// Gather-compaction: moves what a device plan says, keys, values, page planes and sequence planes in one launch a way of
+// removal. The specification is kvtrim::apply.
+//
+// Moves through lists (holes filled from the tail, an overwritten slot, a pack into spare pages) read and write disjoint
+// rows: tiles of 32 rows, no barrier between them. A pack in place reads what it will overwrite: one block walks one chain
+// (sequence, layer, KV head, plane) forward, all reads of a tile before its writes, the next tile's reads under way.
+
+#include <kvtrim/cache/cache_view.hpp>
+#include <kvtrim/cache/move.hpp>
+#include <kvtrim/cuda/detail/device.hpp>
+#include <kvtrim/cuda/detail/row_plane.cuh>
+#include <kvtrim/cuda/evict/device_plan.cuh>
+#include <kvtrim/cuda/evict/plan.cuh>
+
+#include <cstddef>
+#include <cstdint>
+
+namespace kvtrim::cuda {
+
+namespace detail {
+
+inline constexpr int move_threads = 256;
+inline constexpr int pack_batch = 4;  // units of a thread in a tile of a chain
+inline constexpr int pack_stages = 2;
+inline constexpr std::size_t pack_shared_bytes =
+    sizeof(uint4) * pack_stages * pack_batch * move_threads;
+
+// One block: whether the plan may be carried out, from `from` to `to`. Raises the generation of the states it touches.
+template <class = void>
+__global__ void gate_kernel(CacheView view, DevicePlan plan, DeviceStage from, DeviceStage to) {
+  KVTRIM_SHARED(std::int32_t, opens, [1]);
+  if (threadIdx.x == 0) {
+    PlanControl& control = *plan.control;
+    const bool fresh = control.stage == from && control.current == control.generation;
+    const bool may = from != DeviceStage::planned || usable(plan.report->status);
+    control.go = fresh && may ? 1 : 0;
+    control.current = 0;
+    if (control.go != 0) {
+      control.stage = to;
+    } else if (may) {
+      plan.report->status = from == DeviceStage::applied && control.stage == DeviceStage::planned
+                                ? Status::not_applied
+                                : Status::stale_plan;
+    }
+    opens[0] = control.go;
+  }
+  __syncthreads();
+  if (opens[0] == 0 || view.states == nullptr || to != DeviceStage::applied) { return; }
+  for (std::int64_t i = threadIdx.x; i < plan.all_tables(); i += blockDim.x) {
+    if (plan.table_plans[i].evicts) { ++view.states[i].generation; }
+  }
+}
+
+/// One unit of global memory that is not looked at again: past the first-level cache, first to leave the second.
+template <class T>
+KVTRIM_DEVICE T load_once(const std::byte* p) {
+  return __ldcs(reinterpret_cast<const T*>(p));
+}
+template <class T>
+KVTRIM_DEVICE void store_once(std::byte* p, T value) {
+  __stcs(reinterpret_cast<T*>(p), value);
+}
+
+/// Pages and slot of a row.
+struct DevicePlace {
+  PageId k_page;
+  PageId v_page;
+  Slot slot;
+};
+
+/// Place of a row by the tables as they are.
+KVTRIM_DEVICE DevicePlace
+old_place(const CacheView& view, SequenceId s, LayerId l, HeadId h, std::int32_t row) {
+  const std::int32_t at = row + view.first_row(s);
+  return {view.k_page(s, l, h, at / view.page_size),
+          view.v_page(s, l, h, at / view.page_size),
+          Slot{at % view.page_size}};
+}
+/// Place of a row by the plan.
+KVTRIM_DEVICE DevicePlace new_place(const DevicePlan& plan,
+                                    std::int64_t table,
+                                    std::int32_t first_row,
+                                    std::int32_t row) {
+  const std::int32_t at = row + first_row;
+  const std::int32_t* const pages = plan.pages_of(table) + at / plan.page_size;
+  return {PageId{pages[0]}, PageId{pages[plan.max_pages]}, Slot{at % plan.page_size}};
+}
+KVTRIM_DEVICE std::byte* row_in(const RowPlane& p, LayerId l, HeadId h, const DevicePlace& at) {
+  return p.row(l, p.of_values ? at.v_page : at.k_page, h, at.slot);
+}
+
+/// Move `k` of a KV head that moves through a list.
+struct Move {
+  std::int32_t from;
+  std::int32_t to;
+};
+KVTRIM_DEVICE Move move_of(const DevicePlan& plan,
+                           const TablePlan& table,
+                           const HeadPlan& head,
+                           std::int64_t index,
+                           std::int32_t k) {
+  const std::int32_t* const rows = plan.rows_of(index);
+  if (table.removal == Removal::overwrite_slot) {
+    return {table.append_row >= 0 ? table.append_row : table.extent_before - 1, head.victim};
+  }
+  if (table.spare_pages > 0) { return {rows[k], k}; }
+  const std::int32_t kept = head.kept;
+  return {rows[kept - static_cast<std::int32_t>(head.moved) + k], rows[kept + k]};
+}
+
+/// Rows that a block moves.
+struct MoveShared {
+  DevicePlace from[move_tile];
+  DevicePlace to[move_tile];
+  Move rows[move_tile];
+};
+
+/// Copies the rows of the tile in units of `T`, four of them under way in each thread.
+template <class T>
+KVTRIM_DEVICE void move_units(
+    const RowPlane& p, LayerId l, HeadId h, int count, const MoveShared& shared) {
+  constexpr int batch = 4;
+  const int units = p.units;
+  const int all = count * units;
+  for (int base = static_cast<int>(threadIdx.x); base < all; base += batch * move_threads) {
+    T values[batch];
+    std::byte* targets[batch];
+    KVTRIM_UNROLL
+    for (int j = 0; j < batch; ++j) {
+      const int u = base + j * move_threads;
+      if (u < all) {
+        const int row = u / units;
+        const std::int64_t offset = p.offset(u - row * units);
+        targets[j] = row_in(p, l, h, shared.to[row]) + offset;
+        values[j] = load_once<T>(row_in(p, l, h, shared.from[row]) + offset);
+      }
+    }
+    KVTRIM_UNROLL
+    for (int j = 0; j < batch; ++j) {
+      if (base + j * move_threads < all) { store_once(targets[j], values[j]); }
+    }
+  }
+}
+
+// A block: a tile of 32 rows of one KV head, all planes. Out of place the sequence planes are the pack kernel's: they
+// close up where they lie.
+template <bool Fast>
+__global__ void KVTRIM_LAUNCH_BOUNDS(move_threads, 2)
+    move_kernel(CacheView view, DevicePlan plan, RowPlanes planes) {
+  KVTRIM_SHARED(MoveShared, shared, );
+  if (plan.control->go == 0) { return; }
+  const auto thread = static_cast<int>(threadIdx.x);
+  const std::int32_t heads = static_cast<std::int32_t>(plan.heads());
+  const std::int32_t tiles = plan.tile_starts[heads];
+  for (std::int32_t tile = static_cast<std::int32_t>(blockIdx.x); tile < tiles;
+       tile += static_cast<std::int32_t>(gridDim.x)) {
+    std::int32_t low = 0;  // the last head whose first tile is not above this one
+    std::int32_t high = heads;
+    while (high - low > 1) {
+      const std::int32_t middle = low + (high - low) / 2;
+      if (plan.tile_starts[middle] <= tile) {
+        low = middle;
+      } else {
+        high = middle;
+      }
+    }
+    const std::int64_t index = low;
+    const HeadId h{low % plan.kv_heads};
+    const LayerId l{low / plan.kv_heads % plan.layers};
+    const SequenceId s{low / plan.kv_heads / plan.layers};
+    const std::int64_t table_index = plan.table_index(s, view.table_of(l, h));
+    const TablePlan table = plan.table_plans[table_index];
+    const HeadPlan head = plan.head_plans[index];
+    const std::int32_t first = (tile - plan.tile_starts[low]) * move_tile;
+    const auto rest = static_cast<std::int32_t>(head.moved) - first;
+    const int count = rest < move_tile ? rest : move_tile;
+    if (thread < count) {
+      const Move move = move_of(plan, table, head, index, first + thread);
+      shared.rows[thread] = move;
+      shared.from[thread] = old_place(view, s, l, h, move.from);
+      // An overwritten slot may lie in a page that the table gives up with this plan's last row.
+      shared.to[thread] = table.spare_pages > 0
+                              ? new_place(plan, table_index, table.first_row, move.to)
+                              : old_place(view, s, l, h, move.to);
+    }
+    __syncthreads();
+    for (int i = 0; i < planes.count; ++i) {
+      if constexpr (Fast) {
+        move_units<uint4>(planes.at[i], l, h, count, shared);
+      } else {
+        with_unit(planes.at[i].unit, [&](auto unit) {
+          move_units<decltype(unit)>(planes.at[i], l, h, count, shared);
+        });
+      }
+    }
+    for (int i = 0; i < view.page_plane_count; ++i) {
+      if (!kvtrim::detail::moves_with(view, view.page_planes[i], l, h)) { continue; }
+      const RowPlane p = row_plane(view.page_planes[i]);
+      with_unit(p.unit, [&](auto unit) { move_units<decltype(unit)>(p, l, h, count, shared); });
+    }
+    for (int i = 0; table.spare_pages == 0 && i < sequence_plane_count(view); ++i) {
+      const SequencePlane p = sequence_plane(view, i);
+      if (!kvtrim::detail::moves_with(p, l, h)) { continue; }
+      const std::int32_t unit_bytes = unit_of(p);
+      const int units = p.element_bytes / unit_bytes;
+      with_unit(unit_bytes, [&](auto unit) {
+        using T = decltype(unit);
+        for (int u = thread; u < count * units; u += move_threads) {
+          const Move move = shared.rows[u / units];
+          const std::int64_t offset = u % units * std::int64_t{unit_bytes};
+          store_once(p.row(s, l, h, move.to) + offset,
+                     load_once<T>(p.row(s, l, h, move.from) + offset));
+        }
+      });
+    }
+    __syncthreads();
+  }
+}
+
+/// A chain: rows of one KV head in one plane, from `begin` on.
+struct Chain {
+  SequenceId s;
+  LayerId l;
+  HeadId h;
+  std::int64_t table_index;
+  TablePlan table;
+  const std::int32_t* rows;
+  const std::int32_t* sources;
+  std::int32_t begin;
+  std::int32_t end;
+};
+/// Row that comes to place `to`.
+KVTRIM_DEVICE std::int32_t source_of(const DevicePlan& plan, const Chain& chain, std::int32_t to) {
+  if (chain.table.removal != Removal::drop_pages) { return chain.rows[to]; }
+  const std::int32_t at = to + chain.table.first_row;
+  return chain.sources[at / plan.page_size] * plan.page_size + at % plan.page_size -
+         chain.table.first_row;
+}
+
+/// Walks a chain in units of `T` through registers: all reads of a tile, a barrier, its writes.
+///
+/// \param address  `std::byte*(std::int32_t row, std::int32_t unit)`
+template <class T, class Address>
+KVTRIM_DEVICE void pack_units(const DevicePlan& plan,
+                              const Chain& chain,
+                              int units,
+                              Address address) {
+  std::int32_t row = chain.begin;
+  int skip = 0;  // units of `row` that are done
+  while (row < chain.end) {
+    const int u = skip + static_cast<int>(threadIdx.x);
+    const std::int32_t to = row + u / units;
+    T value{};
+    const bool in = to < chain.end;
+    if (in) { value = load_once<T>(address(source_of(plan, chain, to), u % units)); }
+    __syncthreads();
+    if (in) { store_once(address(to, u % units), value); }
+    __syncthreads();
+    row += (skip + move_threads) / units;
+    skip = (skip + move_threads) % units;
+  }
+}
+
+/// The same in units of 16 bytes through a ring in shared memory, filled by asynchronous copies. A thread stores what it
+/// fetched itself; the barrier is for the rows, not for the ring.
+KVTRIM_DEVICE void pack_vectors(const CacheView& view, const Chain& chain, const RowPlane& p) {
+  KVTRIM_DYNAMIC_SHARED(uint4, ring);
+  constexpr int tile = pack_batch * move_threads;
+  const int units = p.units;
+  std::int32_t row = chain.begin;
+  int skip = 0;
+  const auto fetch = [&](std::int32_t first, int done, int stage) {
+    KVTRIM_UNROLL
+    for (int j = 0; j < pack_batch; ++j) {
+      const int u = done + j * move_threads + static_cast<int>(threadIdx.x);
+      const std::int32_t to = first + u / units;
+      if (to < chain.end) {
+        const DevicePlace from = old_place(view, chain.s, chain.l, chain.h, chain.rows[to]);
+        async_copy_16(&ring[stage * tile + j * move_threads + static_cast<int>(threadIdx.x)],
+                      row_in(p, chain.l, chain.h, from) + (u % units) * std::int64_t{16});
+      }
+    }
+    async_commit();
+  };
+  fetch(row, skip, 0);
+  for (int stage = 0; row < chain.end; stage ^= 1) {
+    const std::int32_t next_row = row + (skip + tile) / units;
+    const int next_skip = (skip + tile) % units;
+    fetch(next_row, next_skip, stage ^ 1);  // rows from `next_row` on are not written by this tile
+    async_wait<1>();
+    __syncthreads();  // every row of this tile has been read
+    KVTRIM_UNROLL
+    for (int j = 0; j < pack_batch; ++j) {
+      const int u = skip + j * move_threads + static_cast<int>(threadIdx.x);
+      const std::int32_t to = row + u / units;
+      if (to < chain.end) {
+        const DevicePlace place = old_place(view, chain.s, chain.l, chain.h, to);
+        store_once(row_in(p, chain.l, chain.h, place) + (u % units) * std::int64_t{16},
+                   ring[stage * tile + j * move_threads + static_cast<int>(threadIdx.x)]);
+      }
+    }
+    row = next_row;
+    skip = next_skip;
+  }
+  async_wait<0>();
+  __syncthreads();
+}
+
+// A block: one chain at a time.
+template <bool Fast>
+__global__ void KVTRIM_LAUNCH_BOUNDS(move_threads, 2)
+    pack_kernel(CacheView view, DevicePlan plan, RowPlanes planes) {
+  if (plan.control->go == 0) { return; }
+  const int in_pages = planes.count + view.page_plane_count;
+  const int all_planes = in_pages + sequence_plane_count(view);
+  const std::int64_t chains = plan.heads() * all_planes;
+  for (std::int64_t c = blockIdx.x; c < chains; c += gridDim.x) {
+    const std::int64_t index = c / all_planes;
+    const auto which = static_cast<int>(c % all_planes);
+    const auto flat = static_cast<std::int32_t>(index);
+    Chain chain;
+    chain.h = HeadId{flat % plan.kv_heads};
+    chain.l = LayerId{flat / plan.kv_heads % plan.layers};
+    chain.s = SequenceId{flat / plan.kv_heads / plan.layers};
+    chain.table_index = plan.table_index(chain.s, view.table_of(chain.l, chain.h));
+    chain.table = plan.table_plans[chain.table_index];
+    const Removal removal = chain.table.removal;
+    if (!chain.table.evicts || removal == Removal::fill_holes ||
+        removal == Removal::overwrite_slot) {
+      continue;
+    }
+    const bool moves_pages = removal == Removal::stable_pack && chain.table.spare_pages == 0;
+    if (which < in_pages && !moves_pages) { continue; }
+    chain.rows = plan.rows_of(index);
+    chain.sources = plan.sources + chain.table_index * plan.max_pages;
+    chain.end = chain.table.live_after;
+    chain.begin =
+        moves_pages ? chain.end - static_cast<std::int32_t>(plan.head_plans[index].moved) : 0;
+    if (which < in_pages) {
+      const bool side = which >= planes.count;
+      if (side && !kvtrim::detail::moves_with(
+                      view, view.page_planes[which - planes.count], chain.l, chain.h)) {
+        continue;
+      }
+      if constexpr (Fast) {
+        if (!side) {
+          pack_vectors(view, chain, planes.at[which]);
+          continue;
+        }
+      }
+      const RowPlane p =
+          side ? row_plane(view.page_planes[which - planes.count]) : planes.at[which];
+      with_unit(p.unit, [&](auto unit) {
+        pack_units<decltype(unit)>(plan, chain, p.units, [&](std::int32_t row, std::int32_t u) {
+          return row_in(p, chain.l, chain.h, old_place(view, chain.s, chain.l, chain.h, row)) +
+                 p.offset(u);
+        });
+      });
+      continue;
+    }
+    const SequencePlane p = sequence_plane(view, which - in_pages);
+    if (!kvtrim::detail::moves_with(p, chain.l, chain.h)) { continue; }
+    const std::int32_t unit_bytes = unit_of(p);
+    with_unit(unit_bytes, [&](auto unit) {
+      pack_units<decltype(unit)>(
+          plan, chain, p.element_bytes / unit_bytes, [&](std::int32_t row, std::int32_t u) {
+            return p.row(chain.s, chain.l, chain.h, row) + u * unit_bytes;
+          });
+    });
+  }
+}
+
+}  // namespace detail
+
+/// Moves what the plan in `workspace` says. Tables and lengths stay until `commit`.
+///
+/// Writes nothing where the plan's status is not usable, where it was applied before, or where the view is no longer what
+/// the plan was made from: the report's status is `stale_plan` then.
+///
+/// \param workspace  as given to `plan`
+/// \param view       as given to `plan`
+/// \returns `cudaErrorInvalidValue` before any launch for a misaligned plane or a workspace that holds no plan; else the
+///   launches' status
+/// \par Complexity
+/// O(rows that move)
+/// \par Stream
+/// asynchronous on `stream`; never synchronises, allocates nothing. Released pages may be handed on only behind an event
+/// recorded after this
+[[nodiscard]] inline cudaError_t apply(const PlanWorkspace& workspace,
+                                       const CacheView& view,
+                                       cudaStream_t stream) noexcept {
+  using namespace detail;
+  const DevicePlan plan = device_plan(workspace);
+  const RowPlanes planes = row_planes(view);
+  if (plan.report == nullptr || !detail::fits(view, workspace.shape)) {
+    return cudaErrorInvalidValue;
+  }
+  if (view.sequences == 0) { return cudaSuccess; }
+  const dim3 threads(move_threads);
+  cudaError_t e = launch(check_kernel<>,
+                         dim3(bounded_grid(plan.all_tables())),
+                         dim3(table_threads),
+                         0,
+                         stream,
+                         view,
+                         plan,
+                         1,
+                         true);
+  if (e != cudaSuccess) { return e; }
+  e = launch(gate_kernel<>,
+             dim3(1),
+             threads,
+             0,
+             stream,
+             view,
+             plan,
+             DeviceStage::planned,
+             DeviceStage::applied);
+  if (e != cudaSuccess) { return e; }
+  const std::int64_t tiles =
+      plan.heads() * ((static_cast<std::int64_t>(plan.max_rows) + move_tile - 1) / move_tile);
+  const std::int64_t chains =
+      plan.heads() * (planes.count + view.page_plane_count + sequence_plane_count(view));
+  if (planes.fast) {
+    e = launch(
+        move_kernel<true>, dim3(bounded_grid(tiles)), threads, 0, stream, view, plan, planes);
+    if (e != cudaSuccess) { return e; }
+    return launch(pack_kernel<true>,
+                  dim3(bounded_grid(chains)),
+                  threads,
+                  pack_shared_bytes,
+                  stream,
+                  view,
+                  plan,
+                  planes);
+  }
+  e = launch(move_kernel<false>, dim3(bounded_grid(tiles)), threads, 0, stream, view, plan, planes);
+  if (e != cudaSuccess) { return e; }
+  return launch(pack_kernel<false>,
+                dim3(bounded_grid(chains)),
+                threads,
+                pack_shared_bytes,
+                stream,
+                view,
+                plan,
+                planes);
+}
+
+}  // namespace kvtrim::cuda

@@ -1,0 +1,142 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// Writes what an applied plan says into the engine's dense tables on the device: the counterpart of kvtrim::commit with
+// `DenseTables`. An engine that keeps its tables elsewhere reads `DevicePlan` instead.
+
+#include <kvtrim/cache/cache_view.hpp>
+#include <kvtrim/cuda/detail/device.hpp>
+#include <kvtrim/cuda/evict/apply.cuh>
+#include <kvtrim/cuda/evict/device_plan.cuh>
+
+#include <cstdint>
+
+namespace kvtrim::cuda {
+
+/// The engine's own arrays on the device, writable.
+struct DeviceTables {
+  std::int32_t* ids = nullptr;      ///< the same array as `view.table.ids`
+  std::int32_t* lengths = nullptr;  ///< the same array as `view.lengths`; null: none
+  std::int32_t* ref_counts =
+      nullptr;  ///< the same array as `view.writable.ref_counts`; null: every released page is free
+  std::int32_t* freed =
+      nullptr;  ///< receives the pages that nobody holds any longer, in the order of `released`
+  std::int32_t* freed_count = nullptr;  ///< [1]: how many
+};
+
+namespace detail {
+
+// A block: one table.
+template <class = void>
+__global__ void KVTRIM_LAUNCH_BOUNDS(table_threads)
+    commit_tables_kernel(CacheView view, DevicePlan plan, DeviceTables out) {
+  if (plan.control->go == 0) { return; }
+  for (std::int64_t i = blockIdx.x; i < plan.all_tables(); i += gridDim.x) {
+    const TablePlan table = plan.table_plans[i];
+    if (!table.evicts) { continue; }
+    const auto t = static_cast<std::int32_t>(i % plan.tables);
+    const SequenceId s{static_cast<std::int32_t>(i / plan.tables)};
+    const LayerId l = view.first_layer(t);
+    const HeadId h = view.first_head(t);
+    SequenceState state = view.state(s, l, h);
+    __syncthreads();  // thread 0 writes what `state` reads
+    std::int32_t* const k = out.ids + view.table.rows(s, l, h) * view.table.row_stride;
+    const std::int32_t* const k_pages = plan.pages_of(i);
+    for (std::int32_t e = static_cast<std::int32_t>(threadIdx.x); e < table.pages_before;
+         e += table_threads) {
+      const bool used = e < table.pages_after;
+      const std::int32_t k_id = used ? k_pages[e] : raw(null_page);
+      const std::int32_t v_id = used ? k_pages[plan.max_pages + e] : raw(null_page);
+      if (view.table.v_offset != 0) {
+        k[e + view.table.v_offset] = v_id == raw(null_page) ? view.table.null_id : v_id;
+      }
+      k[e] = k_id == raw(null_page) ? view.table.null_id : k_id;
+    }
+    if (threadIdx.x == 0) {
+      if (out.lengths != nullptr) { out.lengths[view.length_rows(s, l, h)] = table.live_after; }
+      if (view.states != nullptr) {
+        state.live_rows = table.live_after;
+        state.append_row = table.append_row;
+        state.ordered = table.ordered_after;
+        state.steps = 0;
+        state.rows_at_eviction = table.live_after;
+        ++state.generation;
+        view.states[i] = state;
+      }
+    }
+    __syncthreads();
+  }
+}
+
+// One block: references of the released pages.
+template <class = void>
+__global__ void KVTRIM_LAUNCH_BOUNDS(table_threads)
+    release_kernel(DevicePlan plan, DeviceTables out) {
+  KVTRIM_SHARED(CloseShared, shared, );
+  if (plan.control->go == 0) {
+    if (out.freed_count != nullptr && threadIdx.x == 0) { *out.freed_count = 0; }
+    return;
+  }
+  const std::int32_t released = plan.report->released;
+  std::int32_t freed = 0;
+  for (std::int32_t base = 0; base < released; base += table_threads) {
+    const std::int32_t i = base + static_cast<std::int32_t>(threadIdx.x);
+    bool free = i < released;
+    const std::int32_t page = free ? plan.released[i] : 0;
+    if (free && out.ref_counts != nullptr) { free = atomicAdd(&out.ref_counts[page], -1) <= 1; }
+    std::int32_t here = 0;
+    const std::int32_t to = freed + block_rank(free, shared, here);
+    if (free && out.freed != nullptr) { out.freed[to] = page; }
+    freed += here;
+  }
+  if (out.freed_count != nullptr && threadIdx.x == 0) { *out.freed_count = freed; }
+}
+
+}  // namespace detail
+
+/// Stores the tables, lengths and states of an applied plan, and drops the references of the pages it releases.
+///
+/// Nothing is written unless the plan was applied and neither the view nor a later commit came between: the report's status
+/// is `not_applied` or `stale_plan` then, and `freed_count` 0.
+///
+/// \param workspace  as given to `plan`
+/// \param view       as given to `plan`; a dense table
+/// \param out        the engine's arrays
+/// \returns `cudaErrorInvalidValue` before any launch for a CSR table or a missing array; else the launches' status
+/// \par Complexity
+/// O(table entries)
+/// \par Stream
+/// asynchronous on `stream`; never synchronises, allocates nothing. Freed pages may be handed on only behind an event
+/// recorded after this
+[[nodiscard]] inline cudaError_t commit(const PlanWorkspace& workspace,
+                                        const CacheView& view,
+                                        const DeviceTables& out,
+                                        cudaStream_t stream) noexcept {
+  using namespace detail;
+  const DevicePlan plan = device_plan(workspace);
+  if (plan.report == nullptr || !detail::fits(view, workspace.shape) ||
+      view.table.indptr != nullptr || out.ids == nullptr ||
+      (view.lengths != nullptr && out.lengths == nullptr)) {
+    return cudaErrorInvalidValue;
+  }
+  if (view.sequences == 0) { return cudaSuccess; }
+  const dim3 threads(table_threads);
+  const dim3 tables(bounded_grid(plan.all_tables()));
+  cudaError_t e = launch(check_kernel<>, tables, threads, 0, stream, view, plan, 1, true);
+  if (e != cudaSuccess) { return e; }
+  e = launch(gate_kernel<>,
+             dim3(1),
+             threads,
+             0,
+             stream,
+             view,
+             plan,
+             DeviceStage::applied,
+             DeviceStage::committed);
+  if (e != cudaSuccess) { return e; }
+  e = launch(commit_tables_kernel<>, tables, threads, 0, stream, view, plan, out);
+  if (e != cudaSuccess) { return e; }
+  return launch(release_kernel<>, dim3(1), threads, 0, stream, plan, out);
+}
+
+}  // namespace kvtrim::cuda

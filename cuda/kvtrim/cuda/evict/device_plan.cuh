@@ -1,0 +1,169 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// Where a plan lies on the device. The host holds pointers and bounds only; what the plan says is read on the device, or
+// on the host behind an event.
+
+#include <kvtrim/cuda/detail/device.hpp>
+#include <kvtrim/cuda/detail/workspace.hpp>
+#include <kvtrim/cuda/select/top_k.cuh>
+#include <kvtrim/evict/plan.hpp>
+#include <kvtrim/score/scorer.hpp>
+
+#include <cstddef>
+#include <cstdint>
+
+namespace kvtrim::cuda {
+
+/// What a plan does and what became of it. Written by the plan kernels; `apply` changes `status` where it refuses.
+struct DeviceReport {
+  Status status = Status::
+      ok;  ///< `ok` or `over_budget`: the plan may be applied; else nothing was or will be written
+  std::int32_t released = 0;  ///< ids in `DevicePlan::released`
+  std::int32_t spares_needed =
+      0;  ///< spare pages that an out-of-place plan takes; with `out_of_pages`, would take
+  std::int64_t nan_count = 0;    ///< NaN among the scores that compete
+  std::int64_t kept = 0;         ///< rows that stay, over layers and KV heads
+  std::int64_t evicted = 0;      ///< rows that go
+  std::int64_t bytes_moved = 0;  ///< of keys, values and page planes
+};
+
+namespace detail {
+
+inline constexpr int move_tile = 32;  // rows that a block moves at a time
+
+enum class DeviceStage : std::int32_t { planned, applied, committed };
+
+struct PlanControl {
+  unsigned long long faults[3];   // the first one of each phase: place, status; all ones: none
+  unsigned long long generation;  // of the view the plan was made from
+  unsigned long long current;     // being added up
+  DeviceStage stage;
+  std::int32_t go;  // the movers may move
+};
+
+inline constexpr unsigned long long no_fault = ~0ULL;
+// Phases of a plan: each reads the faults of those before it only.
+inline constexpr int phase_check = 0;
+inline constexpr int phase_open = 1;
+inline constexpr int phase_close = 2;
+KVTRIM_DEVICE void note_fault(PlanControl* control, int phase, long long place, Status status) {
+  atomicMin(&control->faults[phase],
+            static_cast<unsigned long long>(place) << 8U | static_cast<unsigned long long>(status));
+}
+KVTRIM_DEVICE bool failed_before(const PlanControl* control, int phase) {
+  for (int i = 0; i < phase; ++i) {
+    if (control->faults[i] != no_fault) { return true; }
+  }
+  return false;
+}
+
+}  // namespace detail
+
+/// A plan's arrays on the device, by the bounds of its shape. Trivially copyable.
+struct DevicePlan {
+  std::int32_t sequences = 0;
+  std::int32_t layers = 0;
+  std::int32_t kv_heads = 0;
+  std::int32_t tables = 0;  ///< of a sequence
+  std::int32_t page_size = 1;
+  std::int32_t max_rows = 0;
+  std::int32_t max_pages = 0;
+  TableScope scope = TableScope::group;
+  DeviceReport* report = nullptr;    ///< [1]
+  TablePlan* table_plans = nullptr;  ///< [sequences, tables]: new lengths, ways of removal
+  HeadPlan* head_plans = nullptr;    ///< [sequences, layers, kv_heads]
+  std::int32_t* rows =
+      nullptr;  ///< [sequences, layers, kv_heads, max_rows]: kept rows, then the others
+  std::int32_t* pages = nullptr;  ///< [sequences, tables, 2, max_pages]: K and V ids afterwards
+  std::int32_t* sources =
+      nullptr;  ///< [sequences, tables, max_pages]: entry each had before; -1: a spare page
+  std::int32_t* released =
+      nullptr;                  ///< [report->released]: ids that leave a table, tail first a table
+  SelectTask* tasks = nullptr;  ///< internal
+  std::int32_t* active = nullptr;         ///< internal: [sequences, tables]: rows compete by score
+  std::int32_t* nan_counts = nullptr;     ///< internal: [sequences, layers, kv_heads]
+  std::int32_t* released_rows = nullptr;  ///< internal: [sequences, tables, 2 * max_pages]
+  std::int32_t* tile_starts = nullptr;    ///< internal: [heads + 1]
+  std::int32_t* list_starts =
+      nullptr;  ///< internal: [sequences, tables, 2]: in `released`, in the spare pages
+  std::uint32_t* seen = nullptr;           ///< internal: [tables, seen_words]
+  std::int64_t seen_words = 0;             ///< internal
+  detail::PlanControl* control = nullptr;  ///< internal: [1]
+
+  [[nodiscard]] KVTRIM_HOST_DEVICE std::int64_t heads() const noexcept {
+    return static_cast<std::int64_t>(sequences) * layers * kv_heads;
+  }
+  [[nodiscard]] KVTRIM_HOST_DEVICE std::int64_t all_tables() const noexcept {
+    return static_cast<std::int64_t>(sequences) * tables;
+  }
+  /// Index of (sequence, layer, KV head).
+  [[nodiscard]] KVTRIM_HOST_DEVICE std::int64_t head_index(SequenceId s,
+                                                           LayerId l,
+                                                           HeadId h) const noexcept {
+    return (static_cast<std::int64_t>(raw(s)) * layers + raw(l)) * kv_heads + raw(h);
+  }
+  /// Index of table `t` of a sequence.
+  [[nodiscard]] KVTRIM_HOST_DEVICE std::int64_t table_index(SequenceId s,
+                                                            std::int32_t t) const noexcept {
+    return static_cast<std::int64_t>(raw(s)) * tables + t;
+  }
+  /// Rows of a KV head: kept ones first.
+  [[nodiscard]] KVTRIM_HOST_DEVICE std::int32_t* rows_of(std::int64_t head) const noexcept {
+    return rows + head * max_rows;
+  }
+  /// K ids of a table afterwards; V ids are `max_pages` further on.
+  [[nodiscard]] KVTRIM_HOST_DEVICE std::int32_t* pages_of(std::int64_t table) const noexcept {
+    return pages + table * 2 * max_pages;
+  }
+};
+
+namespace detail {
+
+[[nodiscard]] inline DevicePlan take_plan(WorkspaceLayout& layout,
+                                          const PlanShape& shape) noexcept {
+  DevicePlan p;
+  p.sequences = shape.sequences;
+  p.layers = shape.layers;
+  p.kv_heads = shape.kv_heads;
+  p.tables = tables_of(shape.scope, shape.layers, shape.kv_heads);
+  p.page_size = shape.page_size;
+  p.max_rows = shape.max_rows;
+  p.max_pages = pages_for(shape.max_rows, shape.page_size < 1 ? 1 : shape.page_size);
+  p.scope = shape.scope;
+  p.seen_words = (static_cast<std::int64_t>(shape.pages) + 31) / 32;
+  p.report = layout.take<DeviceReport>(1);
+  p.control = layout.take<PlanControl>(1);
+  p.table_plans = layout.take<TablePlan>(p.all_tables());
+  p.head_plans = layout.take<HeadPlan>(p.heads());
+  p.tasks = layout.take<SelectTask>(p.heads());
+  p.active = layout.take<std::int32_t>(p.all_tables());
+  p.nan_counts = layout.take<std::int32_t>(p.heads());
+  p.tile_starts = layout.take<std::int32_t>(p.heads() + 1);
+  p.list_starts = layout.take<std::int32_t>(2 * p.all_tables());
+  p.rows = layout.take<std::int32_t>(p.heads() * p.max_rows);
+  p.pages = layout.take<std::int32_t>(p.all_tables() * 2 * p.max_pages);
+  p.sources = layout.take<std::int32_t>(p.all_tables() * p.max_pages);
+  p.released_rows = layout.take<std::int32_t>(p.all_tables() * 2 * p.max_pages);
+  p.released = layout.take<std::int32_t>(p.all_tables() * 2 * p.max_pages);
+  p.seen = layout.take<std::uint32_t>(p.tables * p.seen_words);
+  return p;
+}
+
+}  // namespace detail
+
+/// Device memory of a plan, and the bounds it was sized for. One a stream.
+struct PlanWorkspace {
+  PlanShape shape{};       ///< upper bounds; `max_rows` counts left padding and a hole too
+  void* memory = nullptr;  ///< device, aligned to 256 bytes
+  std::size_t bytes = 0;   ///< at least `cuda::plan_workspace_bytes(policy, shape)`
+};
+
+/// Where the plan in `workspace` lies. Pure: no device memory is read.
+[[nodiscard]] inline DevicePlan device_plan(const PlanWorkspace& workspace) noexcept {
+  detail::WorkspaceLayout layout(workspace.memory, workspace.bytes);
+  const DevicePlan p = detail::take_plan(layout, workspace.shape);
+  return layout.ok() ? p : DevicePlan{};
+}
+
+}  // namespace kvtrim::cuda

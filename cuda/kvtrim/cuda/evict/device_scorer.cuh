@@ -1,0 +1,119 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// What ranks the rows of a policy on the device: the counterpart of `ScorerOf`.
+
+#include <kvtrim/cuda/detail/device.hpp>
+#include <kvtrim/cuda/score/queries.cuh>
+#include <kvtrim/cuda/select/top_k.cuh>
+#include <kvtrim/score/accumulate_params.hpp>
+#include <kvtrim/score/external_params.hpp>
+#include <kvtrim/score/no_scores.hpp>
+#include <kvtrim/score/observation.hpp>
+#include <kvtrim/score/scorer.hpp>
+
+#include <cstddef>
+#include <cstdint>
+
+namespace kvtrim::cuda {
+
+/// What a plan may look at beside the cache; every pointer is the device's.
+struct DeviceObservation {
+  QueryBlock queries{};  ///< `data` in elements of `query_dtype`, strides in elements
+  DType query_dtype = DType::f32;
+  KeyScales key_scales{};  ///< of fp8 keys
+  SequencePlane scores{};  ///< ready-made fp32 scores by row, used in place of the policy's scorer
+  const std::int32_t* budgets =
+      nullptr;           ///< rows to keep, in place of the policy's own; null: the policy's
+  RowMap budget_rows{};  ///< index of (sequence, layer, KV head) in `budgets`
+};
+
+/// What a scorer is given beside the view.
+struct ScorerCall {
+  PlanShape shape{};  ///< bounds
+  const std::int32_t* active =
+      nullptr;  ///< device, [sequences, tables]: tables whose rows compete; others are not looked at
+  void* workspace = nullptr;  ///< device, `workspace_bytes(params, shape)`, aligned to 256 bytes
+  std::size_t bytes = 0;
+  cudaStream_t stream = nullptr;
+};
+
+/// Scorer parameters on the device. Specialised for every kind that has kernels.
+///
+/// | member                                  | meaning                                                  |
+/// |-----------------------------------------|----------------------------------------------------------|
+/// | `by_position`                           | there are no scores                                      |
+/// | `workspace_bytes(params, shape)`        | device bytes of a call, pure and monotone                |
+/// | `check(params, view, obs)`              | whether what it needs is there, as far as the host sees  |
+/// | `launch(params, view, obs, call, rows)` | queues the scoring; `rows` is what `top_k` is to read    |
+template <class Params>
+struct DeviceScorer;
+
+template <>
+struct DeviceScorer<NoScores> {
+  static constexpr bool by_position = true;
+  [[nodiscard]] static std::size_t workspace_bytes(const NoScores&, const PlanShape&) noexcept {
+    return 0;
+  }
+  [[nodiscard]] static bool check(const NoScores&,
+                                  const CacheView&,
+                                  const DeviceObservation&) noexcept {
+    return true;
+  }
+  [[nodiscard]] static cudaError_t launch(const NoScores&,
+                                          const CacheView& view,
+                                          const DeviceObservation&,
+                                          const ScorerCall&,
+                                          RowScores& rows) noexcept {
+    rows = {};
+    rows.positions = view.positions;
+    return cudaSuccess;
+  }
+};
+
+/// Accumulated attention is ranked where it lies: sum plus compensation, by age if asked.
+template <>
+struct DeviceScorer<AccumulateParams> {
+  static constexpr bool by_position = false;
+  [[nodiscard]] static std::size_t workspace_bytes(const AccumulateParams&,
+                                                   const PlanShape&) noexcept {
+    return 0;
+  }
+  [[nodiscard]] static bool check(const AccumulateParams&,
+                                  const CacheView& view,
+                                  const DeviceObservation&) noexcept {
+    return view.score_sums && view.score_compensations;
+  }
+  [[nodiscard]] static cudaError_t launch(const AccumulateParams& params,
+                                          const CacheView& view,
+                                          const DeviceObservation&,
+                                          const ScorerCall&,
+                                          RowScores& rows) noexcept {
+    rows = {view.score_sums, view.score_compensations, view.positions, params.age_normalised};
+    return cudaSuccess;
+  }
+};
+
+/// Ready-made scores: `DeviceObservation::scores` must be there, and is then used for any policy.
+template <>
+struct DeviceScorer<ExternalParams> {
+  static constexpr bool by_position = false;
+  [[nodiscard]] static std::size_t workspace_bytes(const ExternalParams&,
+                                                   const PlanShape&) noexcept {
+    return 0;
+  }
+  [[nodiscard]] static bool check(const ExternalParams&,
+                                  const CacheView&,
+                                  const DeviceObservation&) noexcept {
+    return false;
+  }
+  [[nodiscard]] static cudaError_t launch(const ExternalParams&,
+                                          const CacheView&,
+                                          const DeviceObservation&,
+                                          const ScorerCall&,
+                                          RowScores&) noexcept {
+    return cudaErrorInvalidValue;
+  }
+};
+
+}  // namespace kvtrim::cuda

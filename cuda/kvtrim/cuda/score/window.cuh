@@ -1,0 +1,334 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// Attention of a prompt's last queries on the device. Specification: score/window.hpp. With the engine's LSE keys are
+// read once; without it twice: a first pass leaves maximum and sum of every (query, tile), which are put together in the
+// order of the tiles, so that no result depends on how many blocks there are.
+
+#include <kvtrim/core/order_key.hpp>
+#include <kvtrim/cuda/score/instances.cuh>
+#include <kvtrim/score/window_params.hpp>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+namespace kvtrim::cuda {
+
+namespace detail {
+
+inline constexpr int pool_threads = 128;
+
+/// Rank of each live row by position, in tables that are out of order. A thread a row; O(rows^2).
+template <int Threads>
+__global__ void KVTRIM_LAUNCH_BOUNDS(Threads)
+    rank_rows_kernel(CacheView view, TileList list, std::int32_t* ranks) {
+  KVTRIM_SHARED(std::int32_t, positions, [Threads]);
+  const int thread = static_cast<int>(threadIdx.x);
+  const std::int32_t tiles = list.starts[list.tables];
+  for (std::int32_t i = static_cast<std::int32_t>(blockIdx.x); i < tiles;
+       i += static_cast<std::int32_t>(gridDim.x)) {
+    const KeyTile tile = tile_at(view, list, i);
+    if (tile.ordered) { continue; }
+    const auto position_of = [&](std::int32_t row) {
+      return tile.holds(row) ? raw(view.position(tile.sequence, tile.layer, tile.head, row))
+                             : never_seen;
+    };
+    for (std::int32_t begin = 0; begin < list.keys; begin += Threads) {
+      const std::int32_t row = tile.first + begin + thread;
+      const bool mine = begin + thread < list.keys && tile.holds(row);
+      const std::int32_t position = mine ? position_of(row) : 0;
+      std::int32_t rank = 0;
+      for (std::int32_t other = 0; other < tile.extent; other += Threads) {
+        __syncthreads();
+        positions[thread] = position_of(other + thread);
+        __syncthreads();
+        for (int k = 0; k < Threads; ++k) { rank += positions[k] < position ? 1 : 0; }
+      }
+      if (mine) {
+        ranks[static_cast<std::int64_t>(tile.item) * list.max_rows + tile.live_index(row)] = rank;
+      }
+    }
+  }
+}
+
+/// LSE of each query from the partials of its tiles; NaN where it sees no row or its logits overflow. A warp a query.
+template <int Threads>
+__global__ void KVTRIM_LAUNCH_BOUNDS(Threads)
+    combine_partials_kernel(AttentionArgs a, std::int32_t pad, std::int32_t items, float* lse2) {
+  const int lane = static_cast<int>(threadIdx.x) & 31;
+  const std::int32_t tables_each = a.view.tables_per_sequence();
+  const std::int64_t warps = static_cast<std::int64_t>(gridDim.x) * (Threads / 32);
+  const std::int64_t all = static_cast<std::int64_t>(items) * a.most_queries;
+  for (std::int64_t x = static_cast<std::int64_t>(blockIdx.x) * (Threads / 32) +
+                        (static_cast<std::int64_t>(threadIdx.x) >> 5);
+       x < all;
+       x += warps) {
+    const auto item = static_cast<std::int32_t>(x / a.most_queries);
+    const HeadId h{item % a.view.kv_heads};
+    const LayerId l{item / a.view.kv_heads % a.view.layers};
+    const SequenceId s{item / (a.view.kv_heads * a.view.layers)};
+    const std::int32_t table = raw(s) * tables_each + a.view.table_of(l, h);
+    const std::int32_t p = static_cast<std::int32_t>(x % a.most_queries);
+    if (a.tiles.starts[table] == a.tiles.starts[table + 1] ||
+        a.view.live_rows(s, l, h) <= a.window || p >= query_range(a, s, pad).count()) {
+      continue;  // has no partials
+    }
+    const std::int32_t extent = bounded_extent(a.view, s, l, h, a.tiles.max_rows);
+    const std::int32_t tiles = (extent + a.tiles.keys - 1) / a.tiles.keys;
+    float largest = -infinity;
+    float sum = 0;
+    const auto add = [&](float other_largest, float other_sum) {
+      const float both = fmaxf(largest, other_largest);
+      sum = (sum > 0 ? sum * exp2_of(largest - both) : sum) +
+            (other_sum > 0 ? other_sum * exp2_of(other_largest - both) : other_sum);
+      largest = both;
+    };
+    for (std::int32_t i = lane; i < tiles; i += 32) {
+      const float2 part = a.partials[x * a.most_tiles + i];
+      add(part.x, part.y);
+    }
+    KVTRIM_UNROLL
+    for (int d = 1; d < 32; d <<= 1) {
+      const float other_largest = __shfl_xor_sync(full_warp, largest, d);
+      const float other_sum = __shfl_xor_sync(full_warp, sum, d);
+      // Both lanes of a pair add the lower one's part first: all lanes end with the same bits.
+      const bool upper = (lane & d) != 0;
+      const float mine_largest = largest;
+      const float mine_sum = sum;
+      largest = upper ? other_largest : mine_largest;
+      sum = upper ? other_sum : mine_sum;
+      add(upper ? mine_largest : other_largest, upper ? mine_sum : other_sum);
+    }
+    if (lane == 0) {
+      const bool good = sum > 0 && is_finite(sum) && is_finite(largest);
+      lse2[x] = good ? largest + log2f(sum) : not_a_number;
+    }
+  }
+}
+
+/// Pools raw scores over neighbouring positions; window columns and holes get 0. A thread a row.
+template <int Threads>
+__global__ void KVTRIM_LAUNCH_BOUNDS(Threads) pool_kernel(CacheView view,
+                                                          TileList list,
+                                                          WindowParams params,
+                                                          const float* raw_scores,
+                                                          const std::int32_t* ranks,
+                                                          SequencePlane out) {
+  const int thread = static_cast<int>(threadIdx.x);
+  const std::int32_t tiles = list.starts[list.tables];
+  for (std::int32_t i = static_cast<std::int32_t>(blockIdx.x); i < tiles;
+       i += static_cast<std::int32_t>(gridDim.x)) {
+    const KeyTile tile = tile_at(view, list, i);
+    const std::int64_t item_rows = static_cast<std::int64_t>(tile.item) * list.max_rows;
+    const float* const in = raw_scores + item_rows;
+    const std::int32_t scored = tile.live - params.window;
+    const std::int32_t columns = params.columns == PoolColumns::all_columns ? tile.live : scored;
+    for (std::int32_t k = thread; k < list.keys; k += Threads) {
+      const std::int32_t row = tile.first + k;
+      if (row >= tile.extent) { break; }
+      const std::int32_t live = tile.live_index(row);
+      std::int32_t column = live;
+      if (ranks != nullptr && !tile.ordered && tile.holds(row) && scored > 0) {
+        column = ranks[item_rows + live];
+      }
+      float value = 0;
+      if (tile.holds(row) && column < scored) {
+        const std::int32_t reach = params.kernel / 2;
+        const std::int32_t begin = column - reach < 0 ? 0 : column - reach;
+        const std::int32_t end = columns - column > reach ? column + reach + 1 : columns;
+        value = in[begin];
+        for (std::int32_t c = begin + 1; c < end; ++c) {
+          const float x = in[c];
+          if (params.pooling == Pooling::average) {
+            value += x;
+          } else if (order_key(x) > order_key(value)) {
+            value = x;
+          }
+        }
+        if (params.pooling == Pooling::average) { value /= static_cast<float>(params.kernel); }
+      }
+      *reinterpret_cast<float*>(out.row(tile.sequence, tile.layer, tile.head, row)) = value;
+    }
+  }
+}
+
+/// Pieces of the workspace of `window_scores`.
+struct WindowMemory {
+  std::int32_t* starts = nullptr;
+  float* raw = nullptr;
+  std::int32_t* ranks = nullptr;
+  float* lse2 = nullptr;
+  float2* partials = nullptr;
+  std::size_t bytes = 0;
+  std::int32_t items = 0;
+  std::int32_t most_queries = 0;
+  std::int32_t most_tiles = 0;  // of a table
+
+  static WindowMemory take(const WindowParams& params,
+                           const CacheView& view,
+                           const DeviceQueries& queries,
+                           const ScoreBounds& bounds,
+                           WorkspaceLayout layout) noexcept {
+    WindowMemory m;
+    const QueryBlock& b = queries.block;
+    const std::int32_t votes =
+        b.row_counts == nullptr ? std::min(b.rows, params.window) : params.window;
+    const std::int32_t keys = tile_keys(view.k.head_dim);
+    m.items = view.sequences * view.layers * view.kv_heads;
+    m.most_tiles = static_cast<std::int32_t>(
+        (static_cast<std::int64_t>(std::max(0, bounds.max_rows)) + keys - 1) / keys);
+    m.most_queries = b.query_heads / std::max(1, view.kv_heads) * ((votes + 7) / 8 * 8);
+    const std::int64_t rows = static_cast<std::int64_t>(m.items) * std::max(0, bounds.max_rows);
+    const std::int64_t voters = static_cast<std::int64_t>(m.items) * m.most_queries;
+    m.starts = layout.take<std::int32_t>(
+        static_cast<std::int64_t>(view.sequences) * view.tables_per_sequence() + 1);
+    m.raw = layout.take<float>(rows);
+    // Without states every table is a fresh prompt, without positions every row is where its index says.
+    if (view.states != nullptr && view.positions) { m.ranks = layout.take<std::int32_t>(rows); }
+    if (b.lse == nullptr) {
+      m.lse2 = layout.take<float>(voters);
+      m.partials = layout.take<float2>(voters * m.most_tiles);
+    }
+    m.bytes = layout.bytes();
+    return m;
+  }
+};
+
+}  // namespace detail
+
+/// Working space of `window_scores`, a multiple of 256 bytes: 4 bytes a row and KV head; 8 with positions; without an LSE
+/// 8 bytes a query and tile of keys more.
+[[nodiscard]] inline std::size_t window_scores_workspace_bytes(const WindowParams& params,
+                                                               const CacheView& view,
+                                                               const DeviceQueries& queries,
+                                                               const ScoreBounds& bounds) noexcept {
+  return detail::WindowMemory::take(params, view, queries, bounds, {}).bytes;
+}
+
+/// Scores every live row of a batch by the attention that the last `params.window` queries pay to it, as `WindowScorer`
+/// does: reduced over rows and over the heads of a group, the window's own columns cut, pooled.
+///
+/// \param view        pointers inside it are device pointers
+/// \param queries     likewise; `block.scale` 0 means 1 / sqrt(head_dim)
+/// \param key_scales  of fp8 keys
+/// \param[out] scores fp32 by row; a hole's is 0; not written for tables of at most `bounds.min_rows` live rows
+/// \param workspace   [window_scores_workspace_bytes(...)], at a multiple of 256; one a stream
+/// \pre the tables name a page for every live row of the tables that are scored
+/// \returns `cudaErrorInvalidValue` before anything is launched: dtype or head dim that no kernel knows, an address or a
+///   stride that is no multiple of the element, no page table, an even kernel, a workspace too small; else what the
+///   launches say
+/// \par Ties
+///   none broken here. NaN: as `WindowScorer`
+/// \par Error
+///   of a probability p = exp(x - lse) against exact arithmetic on the same keys, with S = scale * sum |q_d k_d|:
+///   p (2^-21 + 2^-24 (4 S + 2 |x| + 2 |lse|)) + 2^-126; 16 S in place of 4 S on tensor cores, whose inner rounding is
+///   not specified; without an LSE 4 (or 16) times the largest S of the query more. The same bits for any page size,
+///   page placement and batch
+/// \par Complexity
+///   O(query rows * live rows * head_dim), twice that without an LSE; O(rows^2) more for tables out of order
+/// \par Stream
+///   asynchronous on `stream`, three to six launches; never synchronises or allocates; may be captured
+/// \par Source
+///   Li et al., 2024, arXiv:2404.14469 (SnapKV); differs: as `WindowScorer`
+[[nodiscard]] inline cudaError_t window_scores(const WindowParams& params,
+                                               const CacheView& view,
+                                               const DeviceQueries& queries,
+                                               const KeyScales& key_scales,
+                                               const SequencePlane& scores,
+                                               const ScoreBounds& bounds,
+                                               void* workspace,
+                                               std::size_t workspace_bytes,
+                                               cudaStream_t stream,
+                                               ScorePath path = ScorePath::automatic) noexcept {
+  using namespace detail;
+  if (!readable_on_device(view, queries) || params.window < 1 || params.kernel < 1 ||
+      params.kernel % 2 == 0 || !own_float_plane(scores, view) || bounds.max_rows < 0) {
+    return cudaErrorInvalidValue;
+  }
+  const AttentionChoice attention = choose_attention(view, queries, path);
+  const std::int32_t tiles = most_tiles(view, bounds.max_rows);
+  const WindowMemory m =
+      WindowMemory::take(params, view, queries, bounds, {workspace, workspace_bytes});
+  if (attention.kernel == nullptr || tiles < 0 ||
+      (tiles > 0 && !workspace_fits(workspace, workspace_bytes, m.bytes))) {
+    return cudaErrorInvalidValue;
+  }
+  if (tiles == 0) { return cudaSuccess; }
+
+  AttentionArgs a{};
+  a.view = view;
+  a.queries = queries;
+  if (queries.block.scale == 0) {
+    a.queries.block.scale = 1.0F / std::sqrt(static_cast<float>(view.k.head_dim));
+  }
+  a.key_scales = key_scales;
+  a.tiles = {m.starts,
+             view.sequences * view.tables_per_sequence(),
+             tile_keys(view.k.head_dim),
+             bounds.max_rows,
+             bounds.min_rows,
+             bounds.active};
+  a.chunk_stride = key_chunk_stride(view.k);
+  a.most_queries = m.most_queries;
+  a.most_tiles = m.most_tiles;
+  a.window = params.window;
+  a.rows = params.rows;
+  a.group = params.group;
+  a.query_vectors = queries_aligned(queries, queries.dtype == DType::f32 ? 16 : 8);
+  a.decay = 1;
+  a.raw = m.raw;
+  a.ranks = m.ranks;
+  a.partials = m.partials;
+
+  const unsigned blocks = bounded_grid(tiles);
+  cudaError_t error = launch(
+      &list_tiles_kernel<list_threads>, dim3(1), dim3(list_threads), 0, stream, view, a.tiles);
+  if (error == cudaSuccess && m.ranks != nullptr) {
+    error = launch(&rank_rows_kernel<pool_threads>,
+                   dim3(blocks),
+                   dim3(pool_threads),
+                   0,
+                   stream,
+                   view,
+                   a.tiles,
+                   m.ranks);
+  }
+  if (error == cudaSuccess && m.partials != nullptr) {
+    a.use = AttentionUse::partials;
+    error = launch(attention.kernel, dim3(blocks), dim3(attention_threads), 0, stream, a);
+    if (error == cudaSuccess) {
+      const std::int64_t warps = static_cast<std::int64_t>(m.items) * m.most_queries;
+      error = launch(&combine_partials_kernel<pool_threads>,
+                     dim3(bounded_grid((warps + 3) / 4)),
+                     dim3(pool_threads),
+                     0,
+                     stream,
+                     a,
+                     attention.pad,
+                     m.items,
+                     m.lse2);
+    }
+    a.lse2 = m.lse2;
+  }
+  if (error == cudaSuccess) {
+    a.use = AttentionUse::window_scores;
+    error = launch(attention.kernel, dim3(blocks), dim3(attention_threads), 0, stream, a);
+  }
+  if (error == cudaSuccess) {
+    error = launch(&pool_kernel<pool_threads>,
+                   dim3(blocks),
+                   dim3(pool_threads),
+                   0,
+                   stream,
+                   view,
+                   a.tiles,
+                   params,
+                   static_cast<const float*>(m.raw),
+                   static_cast<const std::int32_t*>(m.ranks),
+                   scores);
+  }
+  return error;
+}
+
+}  // namespace kvtrim::cuda

@@ -1,0 +1,57 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// The CPU side of the parity tests, compiled apart: its scorers include Eigen, which no .cu may see.
+
+#include <kvtrim/cache/cache_view.hpp>
+#include <kvtrim/evict/plan.hpp>
+#include <kvtrim/evict/plan_shape.hpp>
+#include <kvtrim/policy/heavy_hitter.hpp>
+#include <kvtrim/policy/snapkv_selector.hpp>
+#include <kvtrim/policy/streaming_sink.hpp>
+#include <kvtrim/score/external_params.hpp>
+#include <kvtrim/score/observation.hpp>
+
+#include <algorithm>
+#include <string_view>
+
+namespace kvtrim::test {
+
+/// Keeps the rows with the best ready-made scores.
+struct ByScore {
+  static constexpr std::string_view name = "by_score";
+  std::int32_t keep = 0;
+  Protection protection{};
+  Removal way = Removal::stable_pack;
+
+  [[nodiscard]] constexpr Demand demand(const DemandInput& in) const noexcept {
+    return {in.budget >= 0 ? in.budget : std::min(keep, in.live),
+            protection,
+            protection.recent,
+            Status::ok};
+  }
+  [[nodiscard]] constexpr Removal removal() const noexcept { return way; }
+  [[nodiscard]] constexpr ExternalParams scorer() const noexcept { return {}; }
+};
+static_assert(Policy<ByScore>);
+
+/// `kvtrim::plan` with memory of its own.
+Plan host_plan(const StreamingSink& policy,
+               const CacheView& view,
+               const Observation& obs,
+               Removal removal);
+Plan host_plan(const HeavyHitter& policy,
+               const CacheView& view,
+               const Observation& obs,
+               Removal removal);
+Plan host_plan(const ByScore& policy,
+               const CacheView& view,
+               const Observation& obs,
+               Removal removal);
+
+Plan host_plan(const SnapKVSelector& policy,
+               const CacheView& view,
+               const Observation& obs,
+               Removal removal);
+
+}  // namespace kvtrim::test

@@ -1,0 +1,467 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <kvtrim/cuda/evict/plan.cuh>
+
+#include <kvtrim/cuda/evict/apply.cuh>
+#include <kvtrim/cuda/evict/commit.cuh>
+#include <kvtrim/cuda/evict/prepare.cuh>
+#include <kvtrim/evict/apply.hpp>
+#include <kvtrim/evict/commit.hpp>
+
+#include "catch.hpp"
+#include "cuda/evict/device_world.hpp"
+#include "cuda/evict/host_reference.hpp"
+
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace {
+
+using namespace kvtrim;
+using kvtrim::test::DeviceBuffer;
+using kvtrim::test::World;
+using kvtrim::test::WorldLayout;
+using kvtrim::test::WorldShape;
+
+/// A device plan's memory and its report.
+struct DeviceSide {
+  template <class P>
+  DeviceSide(World& world, const P& policy)
+      : memory(cuda::plan_workspace_bytes(policy, plan_shape(world.host_view())), "workspace") {
+    workspace = {plan_shape(world.host_view()), memory.data(), memory.size()};
+  }
+  [[nodiscard]] cuda::DeviceReport report() const {
+    std::vector<std::byte> all = memory.download();
+    cuda::DeviceReport r;
+    std::memcpy(&r,
+                all.data() + (reinterpret_cast<std::byte*>(cuda::device_plan(workspace).report) -
+                              memory.data()),
+                sizeof r);
+    return r;
+  }
+  [[nodiscard]] std::vector<std::int32_t> released(std::int32_t count) const {
+    std::vector<std::byte> all = memory.download();
+    std::vector<std::int32_t> list(static_cast<std::size_t>(count));
+    if (count > 0) {
+      std::memcpy(
+          list.data(),
+          all.data() +
+              (reinterpret_cast<std::byte*>(cuda::device_plan(workspace).released) - memory.data()),
+          list.size() * 4);
+    }
+    return list;
+  }
+  DeviceBuffer<std::byte> memory;
+  cuda::PlanWorkspace workspace;
+};
+
+void ok(cudaError_t e) {
+  INFO(kvtrim::test::device_message());
+  REQUIRE(e == cudaSuccess);
+}
+
+/// Both sides plan, apply and commit; afterwards not a byte may differ.
+template <class P>
+void same(World& world,
+          const P& policy,
+          Removal removal = Removal::automatic,
+          bool given_scores = false) {
+  Observation obs;
+  cuda::DeviceObservation device_obs;
+  if (given_scores) {
+    obs.scores = world.host_view().score_sums;
+    device_obs.scores = world.device_view().score_sums;
+  }
+  const CacheView host = world.host_view();
+  const CacheView device = world.device_view();
+  Plan wanted = kvtrim::test::host_plan(policy, host, obs, removal);
+  const PlanView want = wanted.view();
+
+  DeviceSide side(world, policy);
+  cuda::DevicePlanOptions options;
+  options.removal = removal;
+  ok(cuda::plan(policy, device, device_obs, side.workspace, nullptr, options));
+  ok(kvtrim::test::finish());
+  const cuda::DeviceReport planned = side.report();
+  CHECK(to_string(planned.status) == to_string(want.status()));
+  CHECK(planned.nan_count == want.nan_count());
+  CHECK(planned.kept == want.kept_rows());
+  CHECK(planned.evicted == want.evicted_rows());
+  CHECK(planned.bytes_moved == want.bytes_moved());
+
+  ok(cuda::apply(side.workspace, device, nullptr));
+  const Status applied = apply(want, host);
+  CHECK(world.difference() == "");
+
+  // The host's tables are written by its own sink, the device's by `commit`.
+  std::vector<PageId> freed(static_cast<std::size_t>(world.pages()));
+  DenseTables sink(host, world.host().ids.data(), nullptr, nullptr, freed);
+  const Report report = commit(want, host, sink);
+  DeviceBuffer<std::int32_t> device_freed(static_cast<std::size_t>(world.pages()), "freed pages");
+  DeviceBuffer<std::int32_t> count(1, "freed count");
+  cuda::DeviceTables tables;
+  tables.ids = world.device().ids.data();
+  tables.freed = device_freed.data();
+  tables.freed_count = count.data();
+  ok(cuda::commit(side.workspace, device, tables, nullptr));
+  ok(kvtrim::test::finish());
+  CHECK(world.difference() == "");
+  if (applied != Status::ok) { return; }
+  CHECK(usable(report.status));
+  const auto list = side.released(planned.released);
+  REQUIRE(list.size() == sink.freed().size());
+  for (std::size_t i = 0; i < list.size(); ++i) { CHECK(list[i] == raw(sink.freed()[i])); }
+  CHECK(count.download()[0] == planned.released);
+}
+
+}  // namespace
+
+TEST_CASE("cuda::plan: StreamingSink drops the pages that the host drops", "[cuda][parity]") {
+  WorldShape shape;
+  shape.scope = GENERATE(TableScope::group, TableScope::layer, TableScope::head);
+  shape.padding = GENERATE(false, true);
+  World world(shape);
+  same(world, StreamingSink({.sinks = 2, .recent = 9}));
+}
+
+TEST_CASE("cuda::plan: StreamingSink exact packs in order, one row more overwrites a slot",
+          "[cuda][parity]") {
+  WorldShape shape;
+  shape.holes = GENERATE(false, true);
+  shape.padding = GENERATE(false, true);
+  shape.seed = GENERATE(1U, 2U);
+  World world(shape);
+  const std::int64_t recent = GENERATE(8, 29);
+  same(world, StreamingSink({.sinks = 2, .recent = recent, .form = SinkForm::exact}));
+}
+
+TEST_CASE("cuda::plan: HeavyHitter keeps, moves and releases what the host does",
+          "[cuda][parity][ties]") {
+  WorldShape shape;
+  shape.shuffled = GENERATE(false, true);
+  shape.holes = GENERATE(false, true);
+  shape.scope = GENERATE(TableScope::group, TableScope::head);
+  shape.scales = shape.shuffled;
+  const Removal removal =
+      GENERATE(Removal::overwrite_slot, Removal::stable_pack, Removal::fill_holes);
+  const std::int64_t heavy = GENERATE(5, 28);
+  shape.seed = static_cast<std::uint32_t>(heavy);
+  CAPTURE(
+      shape.shuffled, shape.holes, static_cast<int>(shape.scope), static_cast<int>(removal), heavy);
+  World world(shape);
+  same(world, HeavyHitter({.heavy = heavy, .recent = 3, .sinks = 1, .removal = removal}));
+}
+
+TEST_CASE("cuda::plan: HeavyHitter's modes, age and grace", "[cuda][parity]") {
+  WorldShape shape;
+  shape.shuffled = true;
+  World world(shape);
+  const int which = GENERATE(0, 1, 2);
+  HeavyHitter::Params p;
+  p.heavy = 9;
+  p.recent = which == 0 ? 0 : 4;
+  p.mode = which == 0 ? HeavyMode::greedy : which == 1 ? HeavyMode::promote : HeavyMode::real_drop;
+  p.age_normalised = which == 2;
+  p.grace = which == 2 ? 6 : 0;
+  same(world, HeavyHitter(p));
+}
+
+TEST_CASE("cuda::plan: ready-made scores, in every layout", "[cuda][parity]") {
+  WorldShape shape;
+  shape.layout = GENERATE(WorldLayout::nhd,
+                          WorldLayout::hnd,
+                          WorldLayout::packed,
+                          WorldLayout::legacy,
+                          WorldLayout::layer_bases);
+  shape.v_dim = shape.layout == WorldLayout::nhd ? 24 : 16;
+  shape.scales = true;
+  shape.separate_values = shape.layout == WorldLayout::hnd;
+  const Removal removal = GENERATE(Removal::automatic, Removal::fill_holes);
+  CAPTURE(static_cast<int>(shape.layout), static_cast<int>(removal));
+  World world(shape);
+  same(world, kvtrim::test::ByScore{11, {2, 4}, Removal::stable_pack}, removal, true);
+}
+
+TEST_CASE("cuda::plan: rows of any size, aligned or not", "[cuda][parity]") {
+  WorldShape shape;
+  const int which = GENERATE(0, 1, 2, 3, 4);
+  const DType types[] = {DType::f32, DType::f16, DType::f8e4m3, DType::f8e5m2, DType::bf16};
+  shape.dtype = types[which];
+  shape.k_dim = which == 2 ? 20 : which == 4 ? 129 : 64;
+  shape.v_dim = which == 3 ? 3 : 32;
+  shape.page_size = which == 1 ? 1 : 5;
+  shape.max_pages = which == 1 ? 40 : 8;
+  World world(shape);
+  same(world, HeavyHitter({.heavy = 8, .recent = 3, .removal = Removal::stable_pack}));
+}
+
+TEST_CASE("cuda::plan: a second apply, a changed table or a commit too early are refused",
+          "[cuda][fault]") {
+  WorldShape shape;
+  World world(shape);
+  const StreamingSink policy({.sinks = 1, .recent = 6, .form = SinkForm::exact});
+  const CacheView device = world.device_view();
+  DeviceSide side(world, policy);
+  cuda::DeviceTables tables;
+  tables.ids = world.device().ids.data();
+  ok(cuda::plan(policy, device, {}, side.workspace, nullptr));
+  const int what = GENERATE(0, 1, 2);
+  if (what == 0) {  // commit before apply
+    ok(cuda::commit(side.workspace, device, tables, nullptr));
+    CHECK(side.report().status == Status::not_applied);
+    CHECK(world.difference() == "");
+    return;
+  }
+  if (what == 1) {  // a page of the table was exchanged
+    auto ids = world.host().ids;
+    std::swap(ids[0], ids[1]);
+    world.device().ids.upload(ids);
+    world.host().ids = ids;
+    ok(cuda::apply(side.workspace, device, nullptr));
+    CHECK(side.report().status == Status::stale_plan);
+    CHECK(world.difference() == "");
+    return;
+  }
+  ok(cuda::apply(side.workspace, device, nullptr));
+  const auto once = world.device().pool.download();
+  ok(cuda::apply(side.workspace, device, nullptr));
+  CHECK(side.report().status == Status::stale_plan);
+  CHECK(world.device().pool.download() == once);
+}
+
+TEST_CASE("cuda::plan: bad ids and lengths are found on the device, nothing is written",
+          "[cuda][fault]") {
+  WorldShape shape;
+  World world(shape);
+  const int what = GENERATE(0, 1, 2, 3);
+  Status want = Status::page_out_of_range;
+  if (what == 0) { world.host().ids[2] = world.pages(); }
+  if (what == 1) { world.host().ids[2] = -1; }
+  if (what == 2) {
+    world.host().ids[2] = world.host().ids[0];
+    want = Status::page_twice;
+  }
+  if (what == 3) {
+    world.host().states[1].live_rows = 1000;
+    want = Status::length_beyond_table;
+  }
+  // The bounds are those of the cache as it should be.
+  World sound(shape);
+  const HeavyHitter policy({.heavy = 4, .recent = 2});
+  world.device().ids.upload(world.host().ids);
+  world.device().states.upload(world.host().states);
+  DeviceSide side(sound, policy);
+  const CacheView device = world.device_view();
+  ok(cuda::plan(policy, device, {}, side.workspace, nullptr));
+  CHECK(to_string(side.report().status) == to_string(want));
+  ok(cuda::apply(side.workspace, device, nullptr));
+  cuda::DeviceTables tables;
+  tables.ids = world.device().ids.data();
+  ok(cuda::commit(side.workspace, device, tables, nullptr));
+  CHECK(side.report().evicted == 0);
+  CHECK(world.difference() == "");
+}
+
+TEST_CASE("cuda::plan: into spare pages, all old ones are released", "[cuda]") {
+  WorldShape shape;
+  shape.spare_pages = 40;
+  shape.padding = GENERATE(false, true);
+  shape.separate_values = GENERATE(false, true);
+  shape.scales = true;
+  World world(shape);
+  const HeavyHitter policy({.heavy = 6, .recent = 3, .removal = Removal::stable_pack});
+  // The host packs in place: kept rows in the same order, on other pages.
+  const CacheView host = world.host_view();
+  Plan wanted = kvtrim::test::host_plan(policy, host, {}, Removal::automatic);
+  const PlanView want = wanted.view();
+  const std::vector<std::byte> before = world.host().pool;
+
+  const DeviceBuffer<std::int32_t> spares(world.spares(), "spare pages");
+  const bool enough = GENERATE(true, false);
+  const DeviceBuffer<std::int32_t> count(std::vector<std::int32_t>{enough ? 40 : 3}, "spare count");
+  DeviceSide side(world, policy);
+  cuda::DevicePlanOptions options;
+  options.out_of_place = true;
+  options.spare_pages = spares.data();
+  options.spare_count = count.data();
+  const CacheView device = world.device_view();
+  ok(cuda::plan(policy, device, {}, side.workspace, nullptr, options));
+  const cuda::DeviceReport report = side.report();
+  CHECK(report.spares_needed > 3);
+  ok(cuda::apply(side.workspace, device, nullptr));
+  if (!enough) {
+    CHECK(report.status == Status::out_of_pages);
+    CHECK(world.difference() == "");
+    return;
+  }
+  CHECK(report.status == Status::ok);
+  CHECK(report.kept == want.kept_rows());
+  cuda::DeviceTables tables;
+  tables.ids = world.device().ids.data();
+  ok(cuda::commit(side.workspace, device, tables, nullptr));
+  ok(kvtrim::test::finish());
+  REQUIRE(apply(want, host) == Status::ok);
+  std::vector<PageId> freed(static_cast<std::size_t>(world.pages()));
+  DenseTables sink(host, world.host().ids.data(), nullptr, nullptr, freed);
+  CHECK(usable(commit(want, host, sink).status));
+  // Row by row, by each side's own tables.
+  const auto pool = world.device().pool.download();
+  const auto ids = world.device().ids.download();
+  const auto scales = world.device().scales.download();
+  CacheView got = host;
+  got.k.base = const_cast<std::byte*>(pool.data());
+  got.v.base = const_cast<std::byte*>(pool.data()) + (host.v.base - host.k.base);
+  got.table.ids = ids.data();
+  for (std::int32_t s = 0; s < host.sequences; ++s) {
+    for (std::int32_t l = 0; l < host.layers; ++l) {
+      for (std::int32_t h = 0; h < host.kv_heads; ++h) {
+        const SequenceId q{s};
+        const std::int32_t live = host.live_rows(q, LayerId{l}, HeadId{h});
+        for (std::int32_t r = 0; r < live; ++r) {
+          CHECK(std::memcmp(got.key(q, LayerId{l}, HeadId{h}, r),
+                            host.key(q, LayerId{l}, HeadId{h}, r),
+                            static_cast<std::size_t>(host.k.row_bytes())) == 0);
+          CHECK(std::memcmp(got.value(q, LayerId{l}, HeadId{h}, r),
+                            host.value(q, LayerId{l}, HeadId{h}, r),
+                            static_cast<std::size_t>(host.v.row_bytes())) == 0);
+          const std::int32_t at = r + host.first_row(q);
+          const PagePlane p = host.page_planes[0];
+          const auto place = [&](const CacheView& v, const std::byte* base) {
+            return base + (p.row(LayerId{l},
+                                 v.v_page(q, LayerId{l}, HeadId{h}, at / v.page_size),
+                                 HeadId{h},
+                                 Slot{at % v.page_size}) -
+                           p.base);
+          };
+          CHECK(std::memcmp(
+                    place(got, scales.data()), place(host, world.host().scales.data()), 6) == 0);
+        }
+      }
+    }
+  }
+  CHECK(world.device().positions.download() == world.host().positions);
+}
+
+TEST_CASE("cuda::plan: what the host can see is refused before any launch", "[cuda]") {
+  WorldShape shape;
+  World world(shape);
+  const HeavyHitter policy({.heavy = 4, .recent = 2});
+  DeviceSide side(world, policy);
+  CacheView view = world.device_view();
+  cuda::PlanWorkspace small = side.workspace;
+  small.bytes -= 256;
+  CHECK(cuda::plan(policy, view, {}, small, nullptr) == cudaErrorInvalidValue);
+  cuda::PlanWorkspace askew = side.workspace;
+  askew.memory = static_cast<std::byte*>(askew.memory) + 16;
+  CHECK(cuda::plan(policy, view, {}, askew, nullptr) == cudaErrorInvalidValue);
+  view.k.base += 1;
+  CHECK(cuda::plan(policy, view, {}, side.workspace, nullptr) == cudaErrorInvalidValue);
+  CHECK(cuda::apply(side.workspace, view, nullptr) == cudaErrorInvalidValue);
+  view = world.device_view();
+  view.score_sums = {};
+  CHECK(cuda::plan(policy, view, {}, side.workspace, nullptr) == cudaErrorInvalidValue);
+  view = world.device_view();
+  view.sequences = 2;
+  CHECK(cuda::plan(policy, view, {}, side.workspace, nullptr) == cudaErrorInvalidValue);
+}
+
+TEST_CASE("cuda::plan: a shared page that would be written is refused, one that goes is not",
+          "[cuda][fault]") {
+  WorldShape shape;
+  shape.spare_pages = 40;
+  World world(shape);
+  std::vector<std::int32_t> counts(static_cast<std::size_t>(world.pages()), 1);
+  const bool written = GENERATE(true, false);
+  const auto& ids = world.host().ids;
+  counts[static_cast<std::size_t>(ids[written ? 1 : 7])] =
+      2;  // of sequence 0, which uses all 8 pages
+  DeviceBuffer<std::int32_t> device_counts(counts, "ref counts");
+  CacheView device = world.device_view();
+  device.writable.ref_counts = device_counts.data();
+  const HeavyHitter policy({.heavy = 6, .recent = 3, .removal = Removal::stable_pack});
+  DeviceSide side(world, policy);
+  const bool out_of_place = GENERATE(false, true);
+  const DeviceBuffer<std::int32_t> spares(world.spares(), "spare pages");
+  const DeviceBuffer<std::int32_t> there(std::vector<std::int32_t>{40}, "spare count");
+  cuda::DevicePlanOptions options;
+  options.out_of_place = out_of_place;
+  options.spare_pages = spares.data();
+  options.spare_count = there.data();
+  ok(cuda::plan(policy, device, {}, side.workspace, nullptr, options));
+  ok(cuda::apply(side.workspace, device, nullptr));
+  const cuda::DeviceReport report = side.report();
+  if (written && !out_of_place) {
+    CHECK(report.status == Status::shared_page);
+    CHECK(world.difference() == "");
+    return;
+  }
+  REQUIRE(report.status == Status::ok);
+  DeviceBuffer<std::int32_t> freed(static_cast<std::size_t>(world.pages()), "freed pages");
+  DeviceBuffer<std::int32_t> count(1, "freed count");
+  cuda::DeviceTables tables;
+  tables.ids = world.device().ids.data();
+  tables.ref_counts = device_counts.data();
+  tables.freed = freed.data();
+  tables.freed_count = count.data();
+  ok(cuda::commit(side.workspace, device, tables, nullptr));
+  // The shared page left one table and has one holder still.
+  CHECK(count.download()[0] == report.released - 1);
+  CHECK(device_counts.download()[static_cast<std::size_t>(ids[written ? 1 : 7])] == 1);
+}
+
+TEST_CASE("cuda::plan: unequal budgets in one table, and planes common to heads, are refused",
+          "[cuda][fault]") {
+  WorldShape shape;
+  World world(shape);
+  const HeavyHitter policy({.heavy = 6, .recent = 3, .removal = Removal::stable_pack});
+  DeviceSide side(world, policy);
+  CacheView device = world.device_view();
+  cuda::DeviceObservation obs;
+  DeviceBuffer<std::int32_t> budgets(std::vector<std::int32_t>(12, 10), "budgets");
+  Status want = Status::unequal_budget;
+  if (GENERATE(true, false)) {
+    std::vector<std::int32_t> values(12, 10);
+    values[3] = 11;
+    budgets.upload(values);
+    obs.budgets = budgets.data();
+    obs.budget_rows = {4, 2, 1};
+  } else {  // the heads keep different rows
+    device.positions.head_stride = 0;
+    want = Status::planes_disagree;
+  }
+  ok(cuda::plan(policy, device, obs, side.workspace, nullptr));
+  ok(cuda::apply(side.workspace, device, nullptr));
+  CHECK(to_string(side.report().status) == to_string(want));
+  CHECK(side.report().released == 0);
+  CHECK(world.difference() == "");
+}
+
+TEST_CASE("cuda::plan: lengths in place of states, and CSR tables", "[cuda][parity]") {
+  WorldShape shape;
+  World world(shape);
+  std::vector<std::int32_t> lengths;
+  for (const SequenceState& s : world.host().states) { lengths.push_back(s.live_rows); }
+  CacheView host = world.host_view();
+  CacheView device = world.device_view();
+  const DeviceBuffer<std::int32_t> device_lengths(lengths, "lengths");
+  const std::vector<std::int32_t> starts{0, 8, 16, 24};
+  const DeviceBuffer<std::int32_t> device_starts(starts, "indptr");
+  host.states = nullptr;
+  device.states = nullptr;
+  host.lengths = lengths.data();
+  device.lengths = device_lengths.data();
+  if (GENERATE(false, true)) {
+    host.table.indptr = starts.data();
+    device.table.indptr = device_starts.data();
+  }
+  const StreamingSink policy({.sinks = 3, .recent = 7, .form = SinkForm::exact});
+  Plan wanted = kvtrim::test::host_plan(policy, host, {}, Removal::automatic);
+  DeviceSide side(world, policy);
+  ok(cuda::prepare(policy, side.workspace.shape));
+  ok(cuda::plan(policy, device, {}, side.workspace, nullptr));
+  ok(cuda::apply(side.workspace, device, nullptr));
+  CHECK(side.report().status == Status::ok);
+  CHECK(side.report().evicted == wanted.view().evicted_rows());
+  REQUIRE(apply(wanted.view(), host) == Status::ok);
+  CHECK(world.difference() == "");
+}

@@ -1,0 +1,55 @@
+// SPDX-License-Identifier: Apache-2.0
+// Every .cuh in one unit, and every kernel but the score kernels instantiated: what spills, what the PTX looks like, and
+// that no Eigen is seen, is checked on this object and that of kernels_score.cu.
+
+#define KVTRIM_CUDA_KERNELS_ELSEWHERE  // kernels_score.cu
+#include <kvtrim/cuda/evict/apply.cuh>
+#include <kvtrim/cuda/evict/commit.cuh>
+#include <kvtrim/cuda/evict/device_plan.cuh>
+#include <kvtrim/cuda/evict/device_scorer.cuh>
+#include <kvtrim/cuda/evict/plan.cuh>
+#include <kvtrim/cuda/evict/prepare.cuh>
+#include <kvtrim/cuda/evict/rerotate.cuh>
+#include <kvtrim/cuda/evict/window_scorer.cuh>
+#include <kvtrim/cuda/score/accumulate.cuh>
+#include <kvtrim/cuda/score/column_sums.cuh>
+#include <kvtrim/cuda/score/window.cuh>
+#include <kvtrim/cuda/select/top_k.cuh>
+#include <kvtrim/policy/heavy_hitter.hpp>
+#include <kvtrim/policy/snapkv_selector.hpp>
+#include <kvtrim/policy/streaming_sink.hpp>
+
+#include <cstddef>
+
+#if defined(EIGEN_WORLD_VERSION)
+#  error "a .cuh includes Eigen"
+#endif
+
+namespace kvtrim::test {
+
+// Uses every launcher once; nobody calls it.
+cudaError_t use_all_kernels(const CacheView& view,
+                            const cuda::DeviceObservation& obs,
+                            const cuda::PlanWorkspace& workspace,
+                            const cuda::DeviceTables& tables,
+                            cudaStream_t stream) {
+  cudaError_t e = cuda::prepare(StreamingSink(), workspace.shape);
+  if (e == cudaSuccess) { e = cuda::plan(StreamingSink(), view, obs, workspace, stream); }
+  if (e == cudaSuccess) { e = cuda::plan(HeavyHitter(), view, obs, workspace, stream); }
+  if (e == cudaSuccess) { e = cuda::plan(SnapKVSelector(), view, obs, workspace, stream); }
+  if (e == cudaSuccess) { e = cuda::apply(workspace, view, stream); }
+  if (e == cudaSuccess) { e = cuda::commit(workspace, view, tables, stream); }
+  if (e == cudaSuccess) {
+    e = cuda::accumulate_column_sums(
+        {}, view, {obs.queries, obs.query_dtype}, {}, {}, {}, nullptr, 0, stream);
+  }
+  if (e == cudaSuccess) {
+    e = cuda::accumulate_probabilities({}, view, {}, {}, 1, nullptr, 0, stream);
+  }
+  if (e == cudaSuccess) {
+    e = cuda::rerotate(view, {}, PositionMode::in_cache, {}, {}, 1, nullptr, 0, stream);
+  }
+  return e;
+}
+
+}  // namespace kvtrim::test

@@ -1,0 +1,31 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// The CPU side of parity tests: Eigen stays behind these functions.
+
+#include <kvtrim/cache/cache_view.hpp>
+#include <kvtrim/score/accumulate_params.hpp>
+#include <kvtrim/score/observation.hpp>
+#include <kvtrim/score/window_params.hpp>
+
+#include <vector>
+
+namespace kvtrim::test {
+
+/// `WindowScorer` on one KV head.
+std::vector<float> cpu_window_scores(const WindowParams& params,
+                                     const CacheView& view,
+                                     const QueryBlock& queries,
+                                     SequenceId s,
+                                     LayerId l,
+                                     HeadId h);
+
+/// `accumulate_column_sums` on one KV head.
+void cpu_column_sums(const AccumulateParams& params,
+                     const CacheView& view,
+                     const QueryBlock& queries,
+                     SequenceId s,
+                     LayerId l,
+                     HeadId h);
+
+}  // namespace kvtrim::test

@@ -1,0 +1,122 @@
+// SPDX-License-Identifier: Apache-2.0
+// SnapKV from queries to moved rows, beside the host.
+
+#if !defined(KVTRIM_CUDA_KERNELS_ELSEWHERE)
+#  define KVTRIM_CUDA_KERNELS_ELSEWHERE
+#endif
+#include <kvtrim/cuda/evict/apply.cuh>
+#include <kvtrim/cuda/evict/plan.cuh>
+#include <kvtrim/cuda/evict/window_scorer.cuh>
+#include <kvtrim/evict/apply.hpp>
+
+#include "catch.hpp"
+#include "cuda/evict/device_world.hpp"
+#include "cuda/evict/host_reference.hpp"
+
+#include <cstring>
+#include <random>
+#include <vector>
+
+namespace {
+
+using namespace kvtrim;
+using kvtrim::test::DeviceBuffer;
+using kvtrim::test::World;
+using kvtrim::test::WorldShape;
+
+constexpr std::int32_t query_heads = 4;
+constexpr std::int32_t query_rows = 6;
+
+/// Keys that are numbers: the world's random bytes are not.
+void write_keys(World& world, std::mt19937& random) {
+  const CacheView view = world.host_view();
+  for (std::int32_t s = 0; s < view.sequences; ++s) {
+    for (std::int32_t l = 0; l < view.layers; ++l) {
+      for (std::int32_t h = 0; h < view.kv_heads; ++h) {
+        const std::int32_t live = view.live_rows(SequenceId{s}, LayerId{l}, HeadId{h});
+        for (std::int32_t r = 0; r < live; ++r) {
+          std::byte* const row = view.key(SequenceId{s}, LayerId{l}, HeadId{h}, r);
+          for (std::int32_t d = 0; d < view.k.head_dim; ++d) {
+            const float x = static_cast<float>(static_cast<int>(random() % 512) - 256) / 256.0F;
+            std::memcpy(row + view.k.feature_offset(d), &x, 4);
+          }
+        }
+      }
+    }
+  }
+  world.device().pool.upload(world.host().pool);
+}
+
+}  // namespace
+
+TEST_CASE("cuda::plan: SnapKVSelector from queries keeps the host's rows", "[cuda][parity]") {
+  WorldShape shape;
+  shape.dtype = DType::f32;
+  shape.k_dim = 64;
+  shape.v_dim = 8;
+  shape.states = true;
+  World world(shape);
+  std::mt19937 random(3);
+  write_keys(world, random);
+  const CacheView host = world.host_view();
+  const CacheView device = world.device_view();
+  std::vector<float> queries(static_cast<std::size_t>(shape.sequences * shape.layers * query_heads *
+                                                      query_rows * shape.k_dim));
+  for (float& x : queries) {
+    x = static_cast<float>(static_cast<int>(random() % 512) - 256) / 64.0F;
+  }
+  const DeviceBuffer<float> device_queries(queries, "queries");
+  Observation obs;
+  QueryBlock& block = obs.queries;
+  block.data = queries.data();
+  block.query_heads = query_heads;
+  block.rows = query_rows;
+  block.row_stride = shape.k_dim;
+  block.head_stride = query_rows * block.row_stride;
+  block.layer_stride = query_heads * block.head_stride;
+  block.sequence_stride = shape.layers * block.layer_stride;
+  cuda::DeviceObservation device_obs;
+  device_obs.queries = block;
+  device_obs.queries.data = device_queries.data();
+
+  const bool bad_length = GENERATE(false, true);
+  const SnapKVSelector policy({.window = 4, .budget = 11, .kernel = 3});
+  const PlanShape bounds = plan_shape(host, obs);
+  DeviceBuffer<std::byte> memory(cuda::plan_workspace_bytes(policy, bounds), "workspace");
+  const cuda::PlanWorkspace workspace{bounds, memory.data(), memory.size()};
+  if (bad_length) {  // neither scores nor moves may look at such a table
+    world.host().states[0].live_rows = 1'000'000;
+    world.device().states.upload(world.host().states);
+  }
+  const cudaError_t planned = cuda::plan(policy, device, device_obs, workspace, nullptr);
+  INFO(kvtrim::test::device_message());
+  REQUIRE(planned == cudaSuccess);
+  REQUIRE(cuda::apply(workspace, device, nullptr) == cudaSuccess);
+  REQUIRE(kvtrim::test::finish() == cudaSuccess);
+  const auto all = memory.download();
+  cuda::DeviceReport report;
+  std::memcpy(
+      &report, all.data(), sizeof report);  // the report is the first array of the workspace
+  REQUIRE(reinterpret_cast<std::byte*>(cuda::device_plan(workspace).report) == memory.data());
+  if (bad_length) {
+    CHECK(report.status == Status::length_beyond_table);
+    CHECK(world.difference() == "");
+    return;
+  }
+  Plan wanted = kvtrim::test::host_plan(policy, host, obs, Removal::automatic);
+  CHECK(report.status == Status::ok);
+  CHECK(report.evicted == wanted.view().evicted_rows());
+  CHECK(report.evicted > 0);
+  REQUIRE(apply(wanted.view(), host) == Status::ok);
+  CHECK(world.difference() == "");
+}
+
+TEST_CASE("cuda::plan: SnapKVSelector without queries is refused", "[cuda]") {
+  World world(WorldShape{});
+  const SnapKVSelector policy;
+  const PlanShape bounds = plan_shape(world.host_view());
+  DeviceBuffer<std::byte> memory(cuda::plan_workspace_bytes(policy, bounds), "workspace");
+  CHECK(cuda::plan(
+            policy, world.device_view(), {}, {bounds, memory.data(), memory.size()}, nullptr) ==
+        cudaErrorInvalidValue);
+}
