@@ -259,13 +259,11 @@ class PlanTables {
         if (flags[e] != 0) { continue; }
         const std::int32_t begin = begin_of(e);
         const std::int32_t count = begin_of(e + 1) - begin;
-        if (!view_.positions) {
-          for (std::int32_t i = 0; i < count; ++i) { out[n + i] = begin + i; }
-        } else {
-          for (std::int32_t i = 0; i < count; ++i) {
-            out[n + i] = raw(view_.position(s, l, h, begin + i));
-          }
+        const auto* const positions = view_.positions.array<std::int32_t>(s, l, h);
+        for (std::int32_t i = 0; positions == nullptr && i < count; ++i) {
+          out[n + i] = raw(view_.position(s, l, h, begin + i));
         }
+        if (positions != nullptr) { std::copy_n(positions + begin, count, out + n); }
         n += count;
       }
       head.evicted = n;
