@@ -694,12 +694,12 @@ TEST_CASE("planner: scores that are common to a layer are computed once for it",
     std::int32_t by_layer = 0;
     std::int32_t by_head = 0;
     const ByCounter<LayerCounter> layers{10, &by_layer};
-    const ByCounter<HeadCounter> heads{10, &by_head};
+    const ByCounter<HeadCounter> one_by_one{10, &by_head};
     const PlanShape shape = plan_shape(cache.view());
     std::vector<std::byte> first(plan_workspace_bytes(layers, shape));
-    std::vector<std::byte> second(plan_workspace_bytes(heads, shape));
+    std::vector<std::byte> second(plan_workspace_bytes(one_by_one, shape));
     const PlanView a = plan(layers, cache.view(), {}, first);
-    const PlanView b = plan(heads, cache.view(), {}, second);
+    const PlanView b = plan(one_by_one, cache.view(), {}, second);
     REQUIRE(a.status() == Status::ok);
     CHECK(by_layer == 2);  // the second sequence is within its budget
     CHECK(by_head == 2 * 3);
