@@ -4,6 +4,15 @@
 // counts are multiples of every register block, and what is moved does not depend on a rounded score.
 #define KVTRIM_COUNTS
 
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#  define KVTRIM_TEST_SANITIZED
+#elif defined(__has_feature)
+#  if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer) || \
+      __has_feature(memory_sanitizer)
+#    define KVTRIM_TEST_SANITIZED
+#  endif
+#endif
+
 #include <kvtrim/evict/evict.hpp>
 #include <kvtrim/policy/heavy_hitter.hpp>
 #include <kvtrim/policy/page_selector.hpp>
@@ -33,6 +42,11 @@ namespace {
 
 std::atomic<std::int64_t> allocations{0};
 
+}  // namespace
+
+#if !defined(KVTRIM_TEST_SANITIZED)  // a sanitizer has its own, and pairs each new with its delete
+namespace {
+
 void* counted(std::size_t bytes) {
   ++allocations;
   void* const p = std::malloc(bytes == 0 ? 1 : bytes);
@@ -60,6 +74,7 @@ void operator delete(void* p, std::size_t) noexcept {
 void operator delete[](void* p, std::size_t) noexcept {
   std::free(p);
 }
+#endif
 
 namespace {
 
