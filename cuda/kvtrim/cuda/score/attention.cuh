@@ -157,6 +157,7 @@ KVTRIM_DEVICE void attend(const AttentionArgs& a,
     newest = __reduce_max_sync(full_warp, newest);  // lanes of a warp take the same branches
     if (sums) {
       oldest = __reduce_min_sync(full_warp, oldest);
+      __syncthreads();  // a tile whose queries were all skipped has no other barrier
       if (lane == 0) { warp_oldest[warp] = oldest; }
       __syncthreads();
       KVTRIM_UNROLL
