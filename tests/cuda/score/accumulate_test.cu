@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <kvtrim/cuda/score/accumulate.cuh>
-#include <kvtrim/score/accumulate.hpp>
 
 #include "catch.hpp"
+#include "cpu_scores.hpp"
 #include "device_buffer.hpp"
 #include "score_world.hpp"
 
@@ -76,10 +76,14 @@ TEST_CASE("cuda accumulate: sums and scores equal the CPU's, bit for bit without
       for (std::int32_t s = 0; s < 4; ++s) {
         for (std::int32_t l = 0; l < 2; ++l) {
           for (std::int32_t h = 0; h < 2; ++h) {
-            const Probabilities host{
-                values.data() + ((s * 2 + l) * heads + h * 3) * stride, 3, stride};
-            accumulate_probabilities(
-                c.params, w.host_view, SequenceId{s}, LayerId{l}, HeadId{h}, host);
+            cpu_probabilities(c.params,
+                              w.host_view,
+                              SequenceId{s},
+                              LayerId{l},
+                              HeadId{h},
+                              values.data() + ((s * 2 + l) * heads + h * 3) * stride,
+                              3,
+                              stride);
           }
         }
       }
@@ -99,10 +103,9 @@ TEST_CASE("cuda accumulate: sums and scores equal the CPU's, bit for bit without
     }
     CHECK((c.params.decay != 1 || different == 0));
     CHECK(worst <= std::ldexp(1, -40));
-    const AccumulatedScorer scorer(c.params);
     for (std::int32_t s = 0; s < 4; ++s) {
-      std::vector<float> expected(at(w.live(s)));
-      scorer.score(w.host_view, SequenceId{s}, LayerId{1}, HeadId{1}, {}, {}, expected);
+      const auto expected =
+          cpu_accumulated_scores(c.params, w.host_view, SequenceId{s}, LayerId{1}, HeadId{1});
       for (std::int32_t r = 0; r < w.max_rows; ++r) {
         const float x = scores_at_end[at(w.row_index(s, 1, 1, r))];
         const float y = r < w.live(s) ? expected[at(r)] : -7.0F;

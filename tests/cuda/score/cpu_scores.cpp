@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cpu_scores.hpp"
 
+#include <kvtrim/score/accumulate.hpp>
 #include <kvtrim/score/column_sums.hpp>
 #include <kvtrim/score/window.hpp>
 
@@ -37,6 +38,24 @@ void cpu_column_sums(const AccumulateParams& params,
                      HeadId h) {
   std::vector<std::byte> scratch(column_sums_scratch_bytes(view.k.head_dim));
   accumulate_column_sums(params, view, s, l, h, queries, l, scratch);
+}
+
+void cpu_probabilities(const AccumulateParams& params,
+                       const CacheView& view,
+                       SequenceId s,
+                       LayerId l,
+                       HeadId h,
+                       const float* probabilities,
+                       std::int32_t group,
+                       std::int64_t row_stride) {
+  accumulate_probabilities(params, view, s, l, h, {probabilities, group, row_stride});
+}
+
+std::vector<float> cpu_accumulated_scores(
+    const AccumulateParams& params, const CacheView& view, SequenceId s, LayerId l, HeadId h) {
+  std::vector<float> out(static_cast<std::size_t>(view.live_rows(s, l, h)));
+  AccumulatedScorer(params).score(view, s, l, h, {}, {}, out);
+  return out;
 }
 
 }  // namespace kvtrim::test

@@ -8,6 +8,7 @@
 #include <kvtrim/score/observation.hpp>
 #include <kvtrim/score/window_params.hpp>
 
+#include <cstdint>
 #include <vector>
 
 namespace kvtrim::test {
@@ -27,5 +28,19 @@ void cpu_column_sums(const AccumulateParams& params,
                      SequenceId s,
                      LayerId l,
                      HeadId h);
+
+/// `accumulate_probabilities` on one KV head: probabilities [group, row_stride].
+void cpu_probabilities(const AccumulateParams& params,
+                       const CacheView& view,
+                       SequenceId s,
+                       LayerId l,
+                       HeadId h,
+                       const float* probabilities,
+                       std::int32_t group,
+                       std::int64_t row_stride);
+
+/// `AccumulatedScorer` on one KV head.
+std::vector<float> cpu_accumulated_scores(
+    const AccumulateParams& params, const CacheView& view, SequenceId s, LayerId l, HeadId h);
 
 }  // namespace kvtrim::test
