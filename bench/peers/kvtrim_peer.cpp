@@ -5,12 +5,12 @@
 #include <kvtrim/evict/apply.hpp>
 #include <kvtrim/evict/commit.hpp>
 #include <kvtrim/evict/planner.hpp>
+#include <kvtrim/policy/key_diff.hpp>
+#include <kvtrim/policy/key_norm.hpp>
 #include <kvtrim/policy/snapkv_selector.hpp>
 #include <kvtrim/score/key_diff.hpp>
+#include <kvtrim/score/key_norm.hpp>
 #include <kvtrim/score/window.hpp>
-#if __has_include(<kvtrim/score/key_norm.hpp>)
-#  include <kvtrim/score/key_norm.hpp>
-#endif
 
 #include "../engine_cache.hpp"
 #include "../harness.hpp"
@@ -31,18 +31,6 @@ using namespace kvtrim;
 using kvtrim_bench::EngineCache;
 using kvtrim_bench::Shape;
 using kvtrim_bench::Threads;
-
-/// Keeps the best rows by a score of the keys alone.
-template <class Scores>
-struct BestRows {
-  static constexpr std::string_view name = "best_rows";
-  std::int32_t keep = 0;
-  [[nodiscard]] Demand demand(const DemandInput& in) const noexcept {
-    return {std::min(keep, in.live), {}, 0, Status::ok};
-  }
-  [[nodiscard]] Removal removal() const noexcept { return Removal::stable_pack; }
-  [[nodiscard]] Scores scorer() const noexcept { return {}; }
-};
 
 template <class T>
 std::vector<T> read(const std::string& path) {
@@ -132,17 +120,13 @@ int main(int argc, char** argv) {
   const std::int32_t keep = std::stoi(argv[5]);
   const std::int32_t threads = std::stoi(argv[6]);
   try {
-    if (method == "keydiff") {
-      return serve(BestRows<KeyDiffParams>{keep}, argv[1], shape, threads);
-    }
-#if __has_include(<kvtrim/score/key_norm.hpp>)
-    if (method == "knorm") { return serve(BestRows<KeyNormParams>{keep}, argv[1], shape, threads); }
-#endif
+    if (method == "keydiff") { return serve(KeyDiff({.budget = keep}), argv[1], shape, threads); }
+    if (method == "knorm") { return serve(KeyNorm({.budget = keep}), argv[1], shape, threads); }
     if (method == "snapkv") {
       return serve(SnapKVSelector({.window = 32, .budget = keep}), argv[1], shape, threads);
     }
-    // Not in this version: the caller sees no "ready".
-    return 3;
+    std::fprintf(stderr, "kvtrim_peer: unknown method '%s'\n", argv[2]);
+    return 2;
   } catch (const std::exception& e) {
     std::fprintf(stderr, "kvtrim_peer: %s\n", e.what());
     return 1;
