@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Scores and kept sets against kvpress 0.5.5, computed in double. The files: tests/data/golden.
 #include "golden_file.hpp"
+#include "planned.hpp"
 
 #include <kvtrim/budget/rows.hpp>
 #include <kvtrim/evict/planner.hpp>
@@ -21,12 +22,13 @@
 #include <vector>
 
 using namespace kvtrim;
+using golden::kept_by;
+using golden::layer;
 using golden::Layer;
+using golden::scores_of;
+using golden::seq;
 
 namespace {
-
-constexpr SequenceId seq{0};
-constexpr LayerId layer{0};
 
 // Largest |got - expected| / |expected| of the first `n`.
 double worst_of(const std::vector<float>& got, const std::vector<double>& expected, std::size_t n) {
@@ -37,31 +39,6 @@ double worst_of(const std::vector<float>& got, const std::vector<double>& expect
     worst = std::max(worst, std::isnan(error) ? HUGE_VAL : error);
   }
   return worst;
-}
-
-template <class S>
-std::vector<float> scores_of(const S& scorer,
-                             const CacheView& view,
-                             HeadId h,
-                             const Observation& obs) {
-  REQUIRE(scorer.check(view, obs) == Status::ok);
-  std::vector<std::byte> scratch(scorer.scratch_bytes(plan_shape(view, obs)));
-  std::vector<float> out(static_cast<std::size_t>(view.live_rows(seq, layer, h)));
-  scorer.score(view, seq, layer, h, obs, scratch, out);
-  return out;
-}
-
-template <class P>
-std::vector<double> kept_by(const P& policy,
-                            const CacheView& view,
-                            HeadId h,
-                            const Observation& obs) {
-  std::vector<std::byte> workspace(plan_workspace_bytes(policy, plan_shape(view, obs)));
-  const PlanView made = plan(policy, view, obs, workspace);
-  REQUIRE(made.status() == Status::ok);
-  std::vector<double> kept;
-  made.for_each_kept(seq, layer, h, [&](std::int32_t r) { kept.push_back(r); });
-  return kept;
 }
 
 enum class Lse { computed, natural, binary };

@@ -65,4 +65,25 @@ void score_each_row(const CacheView& view,
              : static_cast<float>(std::sqrt(row.cast<double>().square().sum()));
 }
 
+/// out[r - first] = sign * norm of row r of one side, for the live rows from `first` on.
+///
+/// \param scratch  [row_block_bytes of the side's head dim]
+inline void score_norms(const CacheView& view,
+                        SequenceId s,
+                        LayerId l,
+                        HeadId h,
+                        Side side,
+                        float sign,
+                        std::int32_t first,
+                        std::span<std::byte> scratch,
+                        std::span<float> out) noexcept {
+  const std::int32_t dim = dim_of(view, side);
+  Arena arena(scratch);
+  const auto block = take_row_block(arena, dim);
+  KVTRIM_ASSERT(arena.ok());
+  score_each_row(view, s, l, h, side, first, block, out, [&](const float* row) {
+    return sign * norm_of(row, dim);
+  });
+}
+
 }  // namespace kvtrim::detail

@@ -64,11 +64,11 @@ class BudgetSharing {
                 const PlanMemory& mem) noexcept
       : policy_(policy), view_(view), obs_(obs), mem_(mem) {}
 
-  // Whether heads that share must let go of rows.
-  [[nodiscard]] bool exceeds_budget(SequenceId s) const noexcept {
-    bool any = false;
-    for_each_share([&](const Share& share) { any = any || excess_of(s, share) > 0; });
-    return any;
+  // Whether the heads that layer `l` shares its budget with must let go of rows.
+  [[nodiscard]] bool exceeds_budget(SequenceId s, LayerId l) const noexcept {
+    const std::int32_t layers = layers_of_share();
+    const Share share{raw(l) / layers * layers, layers};
+    return excess_of(s, share, longest_of(s, share)) > 0;
   }
 
   // Writes the rows of every head; `scores(s, l, h)` are those of a head's rows.
@@ -85,10 +85,12 @@ class BudgetSharing {
     std::int32_t first = 0;
     std::int32_t layers = 0;
   };
+  [[nodiscard]] std::int32_t layers_of_share() const noexcept {
+    return policy_.adaptive().over == AdaptiveOver::all_heads ? view_.layers : 1;
+  }
   template <class F>
   void for_each_share(F&& f) const noexcept {
-    const bool all = policy_.adaptive().over == AdaptiveOver::all_heads;
-    const std::int32_t layers = all ? view_.layers : 1;
+    const std::int32_t layers = layers_of_share();
     for (std::int32_t l = 0; l < view_.layers; l += layers) { f(Share{l, layers}); }
   }
   // Calls f(i, layer, head) for the heads of a share.
@@ -117,8 +119,9 @@ class BudgetSharing {
     });
     return longest;
   }
-  [[nodiscard]] std::int64_t excess_of(SequenceId s, const Share& share) const noexcept {
-    const std::int32_t longest = longest_of(s, share);
+  [[nodiscard]] std::int64_t excess_of(SequenceId s,
+                                       const Share& share,
+                                       std::int32_t longest) const noexcept {
     std::int64_t rows = 0;
     for_each_head(share, [&](std::size_t, LayerId l, HeadId h) {
       rows += view_.live_rows(s, l, h) - equal_share(s, l, h, longest);
@@ -128,8 +131,8 @@ class BudgetSharing {
 
   template <class Scores>
   void share_budget(SequenceId s, const Share& share, const Scores& scores) const noexcept {
-    const bool exceeds = excess_of(s, share) > 0;
     const std::int32_t longest = longest_of(s, share);
+    const bool exceeds = excess_of(s, share, longest) > 0;
     const auto heads = mem_.sharing.first(static_cast<std::size_t>(share.layers * view_.kv_heads));
     const auto rows = static_cast<std::size_t>(mem_.header->max_rows);
     for_each_head(share, [&](std::size_t i, LayerId l, HeadId h) {

@@ -77,7 +77,7 @@ class Planner : public RowChoice {
     header.generation = generation_of(view_);
     if constexpr (shares) {
       BudgetSharing<P> sharing(policy_, view_, obs_, mem_);
-      save_scores([&](SequenceId s, LayerId, HeadId) { return sharing.exceeds_budget(s); });
+      save_scores([&](SequenceId s, LayerId l, HeadId) { return sharing.exceeds_budget(s, l); });
       sharing.share_budgets([&](SequenceId s, LayerId l, HeadId h) { return saved(s, l, h); });
     }
     if (const Status status = open_tables(); status != Status::ok) { return refuse(status); }

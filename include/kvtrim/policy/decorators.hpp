@@ -31,6 +31,32 @@ struct JoinedName {
   static constexpr std::string_view value{text.data(), text.size()};
 };
 
+/// `Method` of a decorator: what it decorates, under a longer name, with both parts checked.
+template <template <class> class Decorator,
+          class Scores,
+          const std::string_view& NamePrefix,
+          const std::string_view& TitlePrefix>
+struct DecoratedMethod : Method<Scores> {
+  static constexpr std::string_view name = JoinedName<NamePrefix, Method<Scores>::name>::value;
+  static constexpr std::string_view title = JoinedName<TitlePrefix, Method<Scores>::title>::value;
+  static constexpr void check(const Decorator<Scores>& p) {
+    p.check(title);
+    Method<Scores>::check(p.scores);
+  }
+  static constexpr std::int64_t window(const Decorator<Scores>& p) noexcept
+    requires requires { Method<Scores>::window(p.scores); }
+  {
+    return Method<Scores>::window(p.scores);
+  }
+};
+
+inline constexpr std::string_view per_layer_name = "per_layer_";
+inline constexpr std::string_view per_layer_title = "kvtrim::PerLayer of ";
+inline constexpr std::string_view value_norm_name = "value_norm_";
+inline constexpr std::string_view value_norm_title = "kvtrim::ValueNorm of ";
+inline constexpr std::string_view output_norm_name = "output_norm_";
+inline constexpr std::string_view output_norm_title = "kvtrim::OutputNorm of ";
+
 }  // namespace detail
 
 /// SnapKV's scores, to be decorated: TopRows<ValueNorm<WindowParams>>. Undecorated they are `SnapKVSelector`.
@@ -54,68 +80,26 @@ struct Method<WindowParams> {
 /// \par Source
 /// as `PerLayer`
 template <class Scores>
-struct Method<PerLayer<Scores>> : Method<Scores> {
-  static constexpr std::string_view name_prefix = "per_layer_";
-  static constexpr std::string_view title_prefix = "kvtrim::PerLayer of ";
-  static constexpr std::string_view name =
-      detail::JoinedName<name_prefix, Method<Scores>::name>::value;
-  static constexpr std::string_view title =
-      detail::JoinedName<title_prefix, Method<Scores>::title>::value;
-  static constexpr void check(const PerLayer<Scores>& p) {
-    p.check(title);
-    Method<Scores>::check(p.scores);
-  }
-  static constexpr std::int64_t window(const PerLayer<Scores>& p) noexcept
-    requires requires { Method<Scores>::window(p.scores); }
-  {
-    return Method<Scores>::window(p.scores);
-  }
-};
+struct Method<PerLayer<Scores>>
+    : detail::DecoratedMethod<PerLayer, Scores, detail::per_layer_name, detail::per_layer_title> {};
 
 /// A method whose scores are rescaled by the values' lengths.
 ///
 /// \par Source
 /// as `ValueNorm`
 template <class Scores>
-struct Method<ValueNorm<Scores>> : Method<Scores> {
-  static constexpr std::string_view name_prefix = "value_norm_";
-  static constexpr std::string_view title_prefix = "kvtrim::ValueNorm of ";
-  static constexpr std::string_view name =
-      detail::JoinedName<name_prefix, Method<Scores>::name>::value;
-  static constexpr std::string_view title =
-      detail::JoinedName<title_prefix, Method<Scores>::title>::value;
-  static constexpr void check(const ValueNorm<Scores>& p) {
-    p.check(title);
-    Method<Scores>::check(p.scores);
-  }
-  static constexpr std::int64_t window(const ValueNorm<Scores>& p) noexcept
-    requires requires { Method<Scores>::window(p.scores); }
-  {
-    return Method<Scores>::window(p.scores);
-  }
-};
+struct Method<ValueNorm<Scores>>
+    : detail::
+          DecoratedMethod<ValueNorm, Scores, detail::value_norm_name, detail::value_norm_title> {};
 
 /// A method whose scores are rescaled by what the values are worth after the output projection.
 ///
 /// \par Source
 /// as `OutputNorm`
 template <class Scores>
-struct Method<OutputNorm<Scores>> : Method<Scores> {
-  static constexpr std::string_view name_prefix = "output_norm_";
-  static constexpr std::string_view title_prefix = "kvtrim::OutputNorm of ";
-  static constexpr std::string_view name =
-      detail::JoinedName<name_prefix, Method<Scores>::name>::value;
-  static constexpr std::string_view title =
-      detail::JoinedName<title_prefix, Method<Scores>::title>::value;
-  static constexpr void check(const OutputNorm<Scores>& p) {
-    p.check(title);
-    Method<Scores>::check(p.scores);
-  }
-  static constexpr std::int64_t window(const OutputNorm<Scores>& p) noexcept
-    requires requires { Method<Scores>::window(p.scores); }
-  {
-    return Method<Scores>::window(p.scores);
-  }
+struct Method<OutputNorm<Scores>>
+    : detail::
+          DecoratedMethod<OutputNorm, Scores, detail::output_norm_name, detail::output_norm_title> {
 };
 
 }  // namespace kvtrim

@@ -50,6 +50,9 @@ struct Demand {
 ///
 /// Semantics the compiler cannot check: `demand` is pure, never keeps more than `live` rows unless it keeps all, and does
 /// not depend on scores. Policies are trivially copyable, so one object serves all sequences and threads.
+///
+/// \par Source
+/// own: each method's header names its paper
 template <class P>
 concept Policy = std::is_trivially_copyable_v<P> && requires(const P& p, const DemandInput& in) {
   { P::name } -> std::convertible_to<std::string_view>;

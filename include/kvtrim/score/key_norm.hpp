@@ -57,14 +57,7 @@ class KeyNormScorer {
                   std::int32_t first,
                   std::span<std::byte> scratch,
                   std::span<float> out) const noexcept {
-    const std::int32_t dim = view.k.head_dim;
-    Arena arena(scratch);
-    const auto block = detail::take_row_block(arena, dim);
-    KVTRIM_ASSERT(arena.ok());
-    detail::score_each_row(
-        view, s, l, h, detail::Side::keys, first, block, out, [&](const float* key) {
-          return -detail::norm_of(key, dim);
-        });
+    detail::score_norms(view, s, l, h, detail::Side::keys, -1.0F, first, scratch, out);
   }
 };
 static_assert(RowLocalScorer<KeyNormScorer>);

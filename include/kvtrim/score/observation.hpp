@@ -136,6 +136,9 @@ struct OutputProjection {
 };
 
 /// What a plan may look at beside the cache.
+///
+/// \par Source
+/// own: each scorer's header names its paper
 struct Observation {
   QueryBlock queries{};    ///< for policies that score by the prompt's last queries
   SequencePlane scores{};  ///< ready-made fp32 scores by row, used in place of the policy's scorer

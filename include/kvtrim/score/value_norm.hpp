@@ -56,14 +56,7 @@ class ValueNormFactor {
                   std::int32_t first,
                   std::span<std::byte> scratch,
                   std::span<float> out) const noexcept {
-    const std::int32_t dim = view.v.head_dim;
-    Arena arena(scratch);
-    const auto block = detail::take_row_block(arena, dim);
-    KVTRIM_ASSERT(arena.ok());
-    detail::score_each_row(
-        view, s, l, h, detail::Side::values, first, block, out, [&](const float* value) {
-          return detail::norm_of(value, dim);
-        });
+    detail::score_norms(view, s, l, h, detail::Side::values, 1.0F, first, scratch, out);
   }
 };
 static_assert(RowLocalScorer<ValueNormFactor>);

@@ -7,6 +7,7 @@
 // Moves through lists (holes filled from the tail, an overwritten slot, a pack into spare pages) read and write disjoint
 // rows: tiles of 32 rows, no barrier between them. A pack in place reads what it will overwrite: one block walks one chain
 // (sequence, layer, KV head, plane) forward, all reads of a tile before its writes, the next tile's reads under way.
+// Over 400 lines: both kinds of move share the planes.
 
 #include <kvtrim/cache/cache_view.hpp>
 #include <kvtrim/cache/move.hpp>
