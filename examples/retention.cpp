@@ -439,6 +439,13 @@ int evaluate(Options options) {
               omp_get_max_threads());
   std::fflush(stdout);
 
+  if (options.demo) {
+    std::printf("a number a size: answers found with");
+    for (const double r : options.removed) std::printf(" %.0f %%", 100 * r);
+    std::printf(" of the cache removed\n");
+    std::fflush(stdout);
+  }
+
   program::Progress progress;
   const program::Stopwatch watch;
   const std::size_t steps = needles.size() + samples.size();
@@ -486,6 +493,8 @@ int evaluate(Options options) {
     std::printf(
         "\nremoved: share of the prompt's KV rows evicted once, after the prefill. found: answers "
         "found by the model afterwards.\n"
+        "rows: left of a KV head, on average. fill: how much of the pages that are left they use. "
+        "evict ms: score, selection and moves, all layers.\n"
         "retention: 100 x perplexity of the full cache / perplexity. pages freed: pages of %d "
         "rows, back in the pool.\n",
         options.page_size);
