@@ -3,12 +3,12 @@
 // 32 query heads over 8 KV heads, one worker.
 
 #include <kvtrim/evict/planner.hpp>
+#include <kvtrim/observe/column_sums.hpp>
 #include <kvtrim/policy/heavy_hitter.hpp>
 #include <kvtrim/policy/page_selector.hpp>
 #include <kvtrim/policy/snapkv_selector.hpp>
 #include <kvtrim/policy/streaming_sink.hpp>
-#include <kvtrim/score/accumulate.hpp>
-#include <kvtrim/score/column_sums.hpp>
+#include <kvtrim/score/accumulated.hpp>
 #include <kvtrim/score/key_diff.hpp>
 #include <kvtrim/score/window.hpp>
 

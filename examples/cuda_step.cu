@@ -10,7 +10,7 @@
 #include <kvtrim/cuda/evict/plan.cuh>
 #include <kvtrim/cuda/evict/prepare.cuh>
 #include <kvtrim/cuda/evict/window_scorer.cuh>
-#include <kvtrim/cuda/score/accumulate.cuh>
+#include <kvtrim/cuda/observe/accumulate.cuh>
 #include <kvtrim/policy/heavy_hitter.hpp>
 #include <kvtrim/policy/snapkv_selector.hpp>
 

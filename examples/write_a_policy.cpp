@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A new method is a scorer, a name and defaults. Everything else is there: protection, ties, NaN, plans, moves, tables,
+// A new method is one struct: its parameters with their facts, and its scorer. Everything else is there: protection, ties, NaN, plans, moves, tables,
 // per-head budgets (AdaKV<Fading>), one set a layer (TopRows<PerLayer<FadingNorm>>), whole pages (PageSelector<FadingNorm>).
 #include <kvtrim/kvtrim.hpp>
 
@@ -11,7 +11,16 @@
 
 /// The longer a key the better, halved every `half_life` tokens since it was written.
 struct FadingNorm {
+  static constexpr std::string_view name = "fading";
+  static constexpr std::string_view title = "Fading";
+  static constexpr kvtrim::Protection protects{.sinks = 4, .recent = 0};
   float half_life = 64;
+
+  constexpr void check(std::string_view who) const {
+    if (!(half_life > 0)) {
+      kvtrim::throw_invalid_argument("{}: half_life {} must be above 0", who, half_life);
+    }
+  }
 
   std::size_t scratch_bytes(const kvtrim::PlanShape& shape) const noexcept {
     return sizeof(float) * static_cast<std::size_t>(shape.head_dim);
@@ -38,18 +47,6 @@ struct FadingNorm {
   }
 };
 
-template <>
-struct kvtrim::Method<FadingNorm> {
-  static constexpr std::string_view name = "fading";
-  static constexpr std::string_view title = "Fading";
-  static constexpr int sinks = 4;
-  static constexpr int recent = 0;
-  static constexpr void check(const FadingNorm& p) {
-    if (!(p.half_life > 0)) {
-      detail::throw_invalid_argument("{}: half_life {} must be above 0", title, p.half_life);
-    }
-  }
-};
 using Fading = kvtrim::TopRows<FadingNorm>;
 
 // --- in use ------------------------------------------------------------------------------------

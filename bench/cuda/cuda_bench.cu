@@ -7,8 +7,8 @@
 #include <kvtrim/cuda/evict/plan.cuh>
 #include <kvtrim/cuda/score/window.cuh>
 #include <kvtrim/cuda/select/top_k.cuh>
+#include <kvtrim/policy/external.hpp>
 #include <kvtrim/policy/policy.hpp>
-#include <kvtrim/score/external_params.hpp>
 
 #include <cub/device/device_segmented_radix_sort.cuh>
 

@@ -5,9 +5,10 @@
 #include <kvtrim/evict/apply.hpp>
 #include <kvtrim/evict/commit.hpp>
 #include <kvtrim/evict/planner.hpp>
+#include <kvtrim/observe/accumulate.hpp>
+#include <kvtrim/observe/column_sums.hpp>
 #include <kvtrim/policy/heavy_hitter.hpp>
-#include <kvtrim/score/accumulate.hpp>
-#include <kvtrim/score/column_sums.hpp>
+#include <kvtrim/score/accumulated.hpp>
 
 #include "../attention.hpp"
 #include "../engine_cache.hpp"

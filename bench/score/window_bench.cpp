@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Scores by the prompt's last 32 queries, all KV heads of a layer, beside Eigen's product and one exponential a score.
 
-#include <kvtrim/evict/plan_shape.hpp>
+#include <kvtrim/observe/plan_shape.hpp>
 #include <kvtrim/score/window.hpp>
 
 #include "../engine_cache.hpp"

@@ -5,8 +5,9 @@
 
 #include <kvtrim/cache/paged_cache.hpp>
 #include <kvtrim/evict/commit.hpp>
-#include <kvtrim/evict/plan_shape.hpp>
-#include <kvtrim/score/observation.hpp>
+#include <kvtrim/evict/plan_options.hpp>
+#include <kvtrim/observe/observation.hpp>
+#include <kvtrim/observe/plan_shape.hpp>
 
 #include <cstddef>
 #include <span>

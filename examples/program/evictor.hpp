@@ -3,13 +3,14 @@
 
 // Where the engine calls kvtrim: during a step it hands over each layer's queries, between steps it lets a policy evict.
 
+#include <kvtrim/core/pooling.hpp>
 #include <kvtrim/evict/commit.hpp>
-#include <kvtrim/evict/plan_shape.hpp>
-#include <kvtrim/score/column_sums.hpp>
-#include <kvtrim/score/pooling.hpp>
-#include <kvtrim/score/query_moments.hpp>
-#include <kvtrim/score/query_ring.hpp>
-#include <kvtrim/score/surprisal.hpp>
+#include <kvtrim/evict/plan_options.hpp>
+#include <kvtrim/observe/column_sums.hpp>
+#include <kvtrim/observe/plan_shape.hpp>
+#include <kvtrim/observe/query_moments.hpp>
+#include <kvtrim/observe/query_ring.hpp>
+#include <kvtrim/observe/surprisal.hpp>
 
 #include <algorithm>
 #include <cmath>

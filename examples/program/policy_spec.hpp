@@ -6,6 +6,7 @@
 // Over 400 lines: one function a method that reads its keys.
 
 #include <kvtrim/budget/rows.hpp>
+#include <kvtrim/policy/accumulate_params.hpp>
 #include <kvtrim/policy/ada_kv.hpp>
 #include <kvtrim/policy/chunk_kv.hpp>
 #include <kvtrim/policy/critical_kv.hpp>
@@ -25,8 +26,6 @@
 #include <kvtrim/policy/snapkv_selector.hpp>
 #include <kvtrim/policy/streaming_sink.hpp>
 #include <kvtrim/policy/tova.hpp>
-#include <kvtrim/score/accumulate_params.hpp>
-#include <kvtrim/score/key_diff_params.hpp>
 
 #include <algorithm>
 #include <array>

@@ -221,22 +221,3 @@ TEST_CASE("plane: side data of pages lies at its strides, and a stride of 0 is c
   plane.head_stride = 4;
   CHECK(plane.row(LayerId{1}, PageId{3}, HeadId{1}, Slot{2}) == memory.data() + 200 + 120 + 16 + 4);
 }
-
-TEST_CASE("plane: a dense sequence plane is the C-order array [sequences, layers, heads, rows]",
-          "[plane]") {
-  std::vector<std::int32_t> memory(2 * 3 * 4 * 5);
-  for (std::size_t i = 0; i < memory.size(); ++i) { memory[i] = static_cast<std::int32_t>(i); }
-  const auto plane = SequencePlane::dense(memory.data(), 3, 4, 5);
-  CHECK(static_cast<bool>(plane));
-  CHECK_FALSE(static_cast<bool>(SequencePlane{}));
-  std::int32_t i = 0;
-  for (std::int32_t s = 0; s < 2; ++s) {
-    for (std::int32_t l = 0; l < 3; ++l) {
-      for (std::int32_t h = 0; h < 4; ++h) {
-        for (std::int32_t r = 0; r < 5; ++r) {
-          CHECK(plane.at<std::int32_t>(SequenceId{s}, LayerId{l}, HeadId{h}, r) == i++);
-        }
-      }
-    }
-  }
-}

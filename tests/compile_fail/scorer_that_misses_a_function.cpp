@@ -5,6 +5,11 @@
 #include <kvtrim/policy/top_rows.hpp>
 
 struct MyScores {
+  static constexpr std::string_view name = "mine";
+  static constexpr std::string_view title = "Mine";
+  static constexpr kvtrim::Protection protects{};
+  constexpr void check(std::string_view) const noexcept {}
+
   std::size_t scratch_bytes(const kvtrim::PlanShape&) const noexcept { return 0; }
 #if defined(KVTRIM_TEST_VALID)
   kvtrim::Status check(const kvtrim::CacheView&, const kvtrim::Observation&) const noexcept {
@@ -18,14 +23,6 @@ struct MyScores {
              const kvtrim::Observation&,
              std::span<std::byte>,
              std::span<float>) const noexcept {}
-};
-template <>
-struct kvtrim::Method<MyScores> {
-  static constexpr std::string_view name = "mine";
-  static constexpr std::string_view title = "Mine";
-  static constexpr int sinks = 0;
-  static constexpr int recent = 0;
-  static constexpr void check(const MyScores&) noexcept {}
 };
 
 kvtrim::Status use(const kvtrim::CacheView& view, std::span<std::byte> workspace) {

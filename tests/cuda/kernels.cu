@@ -11,8 +11,8 @@
 #include <kvtrim/cuda/evict/prepare.cuh>
 #include <kvtrim/cuda/evict/rerotate.cuh>
 #include <kvtrim/cuda/evict/window_scorer.cuh>
-#include <kvtrim/cuda/score/accumulate.cuh>
-#include <kvtrim/cuda/score/column_sums.cuh>
+#include <kvtrim/cuda/observe/accumulate.cuh>
+#include <kvtrim/cuda/observe/column_sums.cuh>
 #include <kvtrim/cuda/score/window.cuh>
 #include <kvtrim/cuda/select/top_k.cuh>
 #include <kvtrim/policy/heavy_hitter.hpp>

@@ -2,7 +2,7 @@
 // The score kernels, all 34 instantiations: apart from kernels.cu so that two processors compile them.
 
 #define KVTRIM_CUDA_KERNELS_HERE
-#include <kvtrim/cuda/score/instances.cuh>
+#include <kvtrim/cuda/observe/detail/instances.cuh>
 
 #if defined(EIGEN_WORLD_VERSION)
 #  error "a .cuh includes Eigen"

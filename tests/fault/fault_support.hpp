@@ -10,7 +10,7 @@
 #include <kvtrim/evict/commit.hpp>
 #include <kvtrim/evict/planner.hpp>
 #include <kvtrim/evict/rerotate.hpp>
-#include <kvtrim/score/query_ring.hpp>
+#include <kvtrim/observe/query_ring.hpp>
 
 #include <algorithm>
 #include <cmath>

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <kvtrim/policy/heavy_hitter.hpp>
 #include <kvtrim/policy/streaming_sink.hpp>
-#include <kvtrim/score/accumulate.hpp>
+#include <kvtrim/score/accumulated.hpp>
 
 #include "../catch.hpp"
 #include "fault_support.hpp"

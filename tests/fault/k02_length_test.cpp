@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // B013, B015 and B016 in their plain form are tests of the cache; here they follow evictions. B020 needs an engine's
 // count of computed tokens and comes with the engine views.
+#include <kvtrim/observe/accumulate.hpp>
 #include <kvtrim/policy/heavy_hitter.hpp>
 #include <kvtrim/policy/streaming_sink.hpp>
-#include <kvtrim/score/accumulate.hpp>
+#include <kvtrim/score/accumulated.hpp>
 
 #include "../catch.hpp"
 #include "fault_support.hpp"

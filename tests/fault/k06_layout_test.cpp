@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // B048 with strides by hand is a test of the view; here the two layouts come from the two factories.
+#include <kvtrim/observe/accumulate.hpp>
 #include <kvtrim/policy/snapkv_selector.hpp>
 #include <kvtrim/policy/streaming_sink.hpp>
-#include <kvtrim/score/accumulate.hpp>
+#include <kvtrim/score/accumulated.hpp>
 #include <kvtrim/score/window.hpp>
 
 #include "../catch.hpp"

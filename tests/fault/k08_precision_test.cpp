@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <kvtrim/observe/accumulate.hpp>
 #include <kvtrim/policy/heavy_hitter.hpp>
 #include <kvtrim/policy/snapkv_selector.hpp>
 #include <kvtrim/policy/streaming_sink.hpp>
-#include <kvtrim/score/accumulate.hpp>
+#include <kvtrim/score/accumulated.hpp>
 #include <kvtrim/score/window.hpp>
 
 #include "../catch.hpp"

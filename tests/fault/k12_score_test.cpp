@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <kvtrim/core/pooling.hpp>
+#include <kvtrim/observe/accumulate.hpp>
 #include <kvtrim/policy/heavy_hitter.hpp>
 #include <kvtrim/policy/page_selector.hpp>
 #include <kvtrim/policy/snapkv_selector.hpp>
-#include <kvtrim/score/accumulate.hpp>
-#include <kvtrim/score/pooling.hpp>
+#include <kvtrim/score/accumulated.hpp>
 #include <kvtrim/score/window.hpp>
 
 #include "../catch.hpp"

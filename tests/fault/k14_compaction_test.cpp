@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // B097 is a test of the cache: what it needs is no eviction.
 #include <kvtrim/policy/heavy_hitter.hpp>
-#include <kvtrim/score/accumulate.hpp>
+#include <kvtrim/score/accumulated.hpp>
 
 #include "../catch.hpp"
 #include "fault_support.hpp"

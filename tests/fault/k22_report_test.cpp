@@ -2,7 +2,7 @@
 // B146 asks for copies of the same content, which only an engine's prefix cache knows: it comes with the engine views.
 #include <kvtrim/policy/heavy_hitter.hpp>
 #include <kvtrim/policy/streaming_sink.hpp>
-#include <kvtrim/score/accumulate.hpp>
+#include <kvtrim/score/accumulated.hpp>
 
 #include "../catch.hpp"
 #include "fault_support.hpp"

@@ -4,7 +4,7 @@
 // Reads tests/data/golden: `name shape...` on one line, the values, row-major, on the next; # starts a comment.
 
 #include <kvtrim/cache/paged_cache.hpp>
-#include <kvtrim/score/observation.hpp>
+#include <kvtrim/observe/observation.hpp>
 
 #include <cstddef>
 #include <cstdint>

@@ -4,6 +4,7 @@
 
 #include <kvtrim/core/rope.hpp>
 #include <kvtrim/evict/planner.hpp>
+#include <kvtrim/observe/query_moments.hpp>
 #include <kvtrim/policy/chunk_kv.hpp>
 #include <kvtrim/policy/cur_kv.hpp>
 #include <kvtrim/policy/lag_kv.hpp>
@@ -11,7 +12,6 @@
 #include <kvtrim/score/cur.hpp>
 #include <kvtrim/score/expected_attention.hpp>
 #include <kvtrim/score/lag_kv.hpp>
-#include <kvtrim/score/query_moments.hpp>
 #include <kvtrim/score/window.hpp>
 
 #include "catch.hpp"

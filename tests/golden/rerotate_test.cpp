@@ -5,7 +5,7 @@
 #include <kvtrim/evict/evict.hpp>
 #include <kvtrim/evict/rerotate.hpp>
 #include <kvtrim/policy/heavy_hitter.hpp>
-#include <kvtrim/score/accumulate.hpp>
+#include <kvtrim/score/accumulated.hpp>
 
 #include "catch.hpp"
 

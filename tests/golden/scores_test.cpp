@@ -5,10 +5,10 @@
 
 #include <kvtrim/budget/rows.hpp>
 #include <kvtrim/evict/planner.hpp>
+#include <kvtrim/observe/column_sums.hpp>
 #include <kvtrim/policy/heavy_hitter.hpp>
 #include <kvtrim/policy/snapkv_selector.hpp>
-#include <kvtrim/score/accumulate.hpp>
-#include <kvtrim/score/column_sums.hpp>
+#include <kvtrim/score/accumulated.hpp>
 #include <kvtrim/score/window.hpp>
 
 #include "catch.hpp"

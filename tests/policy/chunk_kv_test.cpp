@@ -4,6 +4,7 @@
 #include <kvtrim/evict/evict.hpp>
 #include <kvtrim/policy/expected_attention.hpp>
 #include <kvtrim/policy/key_diff.hpp>
+#include <kvtrim/policy/window_params.hpp>
 #include <kvtrim/score/chunked.hpp>
 #include <kvtrim/score/external.hpp>
 #include <kvtrim/score/key_diff.hpp>
@@ -16,6 +17,7 @@
 #include <cstdint>
 #include <set>
 #include <stdexcept>
+#include <type_traits>
 #include <vector>
 
 using namespace score_test;
@@ -184,4 +186,11 @@ TEST_CASE("chunk_kv: parameters out of range are refused by name and value", "[c
   ChunkKV<ExpectedAttentionParams>::Params p;
   p.scores.future = 0;
   CHECK_THROWS_AS(ChunkKV<ExpectedAttentionParams>(p), std::invalid_argument);
+}
+
+TEST_CASE("chunked_params: kvpress's chunk, any token score", "[chunked]") {
+  STATIC_REQUIRE(std::is_trivially_copyable_v<Chunked<WindowParams>>);
+  STATIC_REQUIRE(std::is_aggregate_v<Chunked<WindowParams>>);
+  CHECK(Chunked<WindowParams>{}.chunk == 20);
+  CHECK(Chunked<WindowParams>{}.scores.window == 32);
 }

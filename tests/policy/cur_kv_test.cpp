@@ -3,6 +3,8 @@
 
 #include "catch.hpp"
 
+#include <type_traits>
+
 using namespace kvtrim;
 
 TEST_CASE("cur_kv: four sinks and no window are protected", "[cur]") {
@@ -22,4 +24,11 @@ TEST_CASE("cur_kv: parameters out of range are refused by name and value", "[cur
   p.scores.window = 0;
   p.scores.form = static_cast<CurForm>(9);
   CHECK_THROWS_WITH(CurKV(p), "kvtrim::CurKV: scores.form 9 is none of CurForm");
+}
+
+TEST_CASE("cur_params: the defaults are kvpress's", "[cur]") {
+  STATIC_REQUIRE(std::is_trivially_copyable_v<CurParams>);
+  constexpr CurParams p;
+  STATIC_REQUIRE(p.window == 16);
+  STATIC_REQUIRE(p.form == CurForm::product);
 }

@@ -7,6 +7,7 @@
 #include <kvtrim/policy/page_selector.hpp>
 #include <kvtrim/policy/random.hpp>
 #include <kvtrim/policy/tova.hpp>
+#include <kvtrim/policy/window_params.hpp>
 #include <kvtrim/score/external.hpp>
 #include <kvtrim/score/key_diff.hpp>
 #include <kvtrim/score/output_norm.hpp>
@@ -26,6 +27,7 @@
 #include <cstdint>
 #include <limits>
 #include <stdexcept>
+#include <type_traits>
 #include <vector>
 
 using namespace kvtrim;
@@ -58,7 +60,7 @@ TEST_CASE("decorators: names say what is decorated, defaults are the method's", 
   STATIC_REQUIRE(TopRows<OutputNorm<PerLayer<RandomParams>>>::name ==
                  "output_norm_per_layer_random");
   STATIC_REQUIRE(TopRows<ValueNorm<TovaParams>>().params().recent == 1);
-  STATIC_REQUIRE(Method<PerLayer<KeyDiffParams>>::title == "kvtrim::PerLayer of kvtrim::KeyDiff");
+  STATIC_REQUIRE(PerLayer<KeyDiffParams>::title == "kvtrim::PerLayer of kvtrim::KeyDiff");
 }
 
 TEST_CASE("decorators: an epsilon out of range is named", "[decorators][edge]") {
@@ -225,4 +227,61 @@ TEST_CASE(
   const TopRows<PerLayer<ExternalParams>> policy({.budget = 13});
   REQUIRE(world.evict(policy, obs).status == Status::ok);
   CHECK(world.kept(0) == expected);
+}
+
+TEST_CASE("output_norm_params: epsilon is 1e-4F unless given, the scores are the method's own",
+          "[output_norm]") {
+  using P = OutputNorm<WindowParams>;
+  STATIC_REQUIRE(std::is_aggregate_v<P>);
+  STATIC_REQUIRE(std::is_trivially_copyable_v<P>);
+  STATIC_REQUIRE(P{}.epsilon == 1e-4F);
+  STATIC_REQUIRE(P{}.scores.window == WindowParams{}.window);
+}
+
+TEST_CASE("output_norm_params: check speaks for epsilon and for the scores inside",
+          "[output_norm][edge]") {
+  using P = OutputNorm<OutputNorm<WindowParams>>;
+  CHECK_NOTHROW(P{}.check("x"));
+  P p;
+  p.epsilon = -2;
+  CHECK_THROWS_WITH(p.check("x"), ContainsSubstring("x: epsilon -2"));
+  p = {};
+  p.scores.epsilon = std::numeric_limits<float>::infinity();
+  CHECK_THROWS_WITH(p.check("x"), ContainsSubstring("epsilon inf"));
+  p = {};
+  p.scores.scores.window = 0;
+  CHECK_THROWS_WITH(p.check("x"), ContainsSubstring("x: scores.window 0"));
+}
+
+TEST_CASE("per_layer_params: the mean over the KV heads unless told otherwise", "[per_layer]") {
+  using P = PerLayer<WindowParams>;
+  STATIC_REQUIRE(std::is_aggregate_v<P>);
+  STATIC_REQUIRE(std::is_trivially_copyable_v<P>);
+  STATIC_REQUIRE(P{}.heads == Reduction::mean);
+  STATIC_REQUIRE(P{}.scores.window == WindowParams{}.window);
+  STATIC_REQUIRE(std::is_same_v<decltype(PerLayer<KeyDiffParams>{}.scores), KeyDiffParams>);
+}
+
+TEST_CASE("value_norm_params: epsilon is 0 unless given, the scores are the method's own",
+          "[value_norm]") {
+  using P = ValueNorm<WindowParams>;
+  STATIC_REQUIRE(std::is_aggregate_v<P>);
+  STATIC_REQUIRE(std::is_trivially_copyable_v<P>);
+  STATIC_REQUIRE(P{}.epsilon == 0);
+  STATIC_REQUIRE(P{}.scores.window == WindowParams{}.window);
+}
+
+TEST_CASE("value_norm_params: check speaks for epsilon and for the scores inside",
+          "[value_norm][edge]") {
+  using P = ValueNorm<ValueNorm<WindowParams>>;
+  CHECK_NOTHROW(P{}.check("x"));
+  P p;
+  p.epsilon = -2;
+  CHECK_THROWS_WITH(p.check("x"), ContainsSubstring("x: epsilon -2"));
+  p = {};
+  p.scores.epsilon = std::numeric_limits<float>::infinity();
+  CHECK_THROWS_WITH(p.check("x"), ContainsSubstring("epsilon inf"));
+  p = {};
+  p.scores.scores.window = 0;
+  CHECK_THROWS_WITH(p.check("x"), ContainsSubstring("x: scores.window 0"));
 }

@@ -5,6 +5,7 @@
 
 #include <limits>
 #include <string>
+#include <type_traits>
 
 using namespace kvtrim;
 
@@ -65,4 +66,16 @@ TEST_CASE("expected_attention: parameters out of range are refused by name and v
       ExpectedAttention(few),
       "kvtrim::ExpectedAttention: budget 3 must be at least 1, and at least sinks 4 + "
       "recent 0");
+}
+
+TEST_CASE("expected_attention_params: the defaults are kvpress's", "[expected_attention]") {
+  STATIC_REQUIRE(std::is_aggregate_v<ExpectedAttentionParams>);
+  STATIC_REQUIRE(std::is_trivially_copyable_v<ExpectedAttentionParams>);
+  constexpr ExpectedAttentionParams p;
+  STATIC_REQUIRE(p.sinks == 4);
+  STATIC_REQUIRE(p.future == 512);
+  STATIC_REQUIRE(p.epsilon == 0);
+  STATIC_REQUIRE(p.covariance);
+  STATIC_REQUIRE(p.value_norm);
+  STATIC_REQUIRE(p.rope.dim == 0);
 }

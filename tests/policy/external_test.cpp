@@ -10,6 +10,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <numeric>
+#include <type_traits>
 #include <vector>
 
 using namespace kvtrim;
@@ -41,4 +42,10 @@ TEST_CASE("external policy: the caller's best rows stay, whatever the cache hold
             std::vector<std::int32_t>(order.begin(), order.begin() + 9));
     }
   }
+}
+
+TEST_CASE("external_params: there is nothing to set", "[external]") {
+  STATIC_REQUIRE(std::is_empty_v<ExternalParams>);
+  STATIC_REQUIRE(std::is_aggregate_v<ExternalParams>);
+  STATIC_REQUIRE(std::is_trivially_copyable_v<ExternalParams>);
 }

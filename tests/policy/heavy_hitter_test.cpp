@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // The references are the published algorithms, written down step by step over plain lists. Probabilities are multiples
 // of 2^-12, so every sum is exact and the kept sets must be equal, ties included.
+#include <kvtrim/observe/accumulate.hpp>
 #include <kvtrim/policy/heavy_hitter.hpp>
-#include <kvtrim/score/accumulate.hpp>
+#include <kvtrim/score/accumulated.hpp>
 
 #include "catch.hpp"
 #include "support/random.hpp"

@@ -11,6 +11,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <numeric>
+#include <type_traits>
 #include <vector>
 
 using namespace kvtrim;
@@ -71,4 +72,10 @@ TEST_CASE("key_diff policy: block by block, the rows that point elsewhere stay",
     }
     CHECK(world.kept(0) == kept);
   }
+}
+
+TEST_CASE("key_diff_params: there is nothing to set", "[key_diff]") {
+  STATIC_REQUIRE(std::is_empty_v<KeyDiffParams>);
+  STATIC_REQUIRE(std::is_aggregate_v<KeyDiffParams>);
+  STATIC_REQUIRE(std::is_trivially_copyable_v<KeyDiffParams>);
 }

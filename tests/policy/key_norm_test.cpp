@@ -10,6 +10,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <numeric>
+#include <type_traits>
 #include <vector>
 
 using namespace kvtrim;
@@ -39,4 +40,10 @@ TEST_CASE("key_norm policy: the rows with the shortest keys of each head stay", 
       CHECK(kept[static_cast<std::size_t>(2 * l + h)] == expected);
     }
   }
+}
+
+TEST_CASE("key_norm_params: there is nothing to set", "[key_norm]") {
+  STATIC_REQUIRE(std::is_empty_v<KeyNormParams>);
+  STATIC_REQUIRE(std::is_aggregate_v<KeyNormParams>);
+  STATIC_REQUIRE(std::is_trivially_copyable_v<KeyNormParams>);
 }

@@ -21,7 +21,7 @@
 #include <kvtrim/policy/snapkv_selector.hpp>
 #include <kvtrim/policy/streaming_sink.hpp>
 #include <kvtrim/policy/tova.hpp>
-#include <kvtrim/score/accumulate.hpp>
+#include <kvtrim/score/accumulated.hpp>
 #include <kvtrim/score/chunked.hpp>
 #include <kvtrim/score/cur.hpp>
 #include <kvtrim/score/expected_attention.hpp>
@@ -46,6 +46,7 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <set>
 #include <string_view>
 #include <type_traits>
@@ -222,6 +223,7 @@ std::vector<std::vector<std::int32_t>> kept_rows(const PlanView& made, const Cac
 struct Law {
   Report (*evict)(MethodWorld&);
   std::vector<std::vector<std::int32_t>> (*planned)(MethodWorld&, const CacheView&);
+  Status (*status)(MethodWorld&, const CacheView&, const CacheView& sized_by);
   std::vector<float> (*scores)(MethodWorld&);  // of layer 1, head 1
   Demand (*demand)(std::int32_t tokens, std::int32_t layer);
   TableScope scope;
@@ -254,6 +256,12 @@ Law law_of() {
     const PlanView made = plan(policy, view, obs, workspace);
     REQUIRE(made.status() == Status::ok);
     return kept_rows(made, view);
+  };
+  law.status = [](MethodWorld& world, const CacheView& view, const CacheView& sized_by) {
+    const P policy = E::make(budget);
+    const Observation obs = world.observation(E::given_scores);
+    std::vector<std::byte> workspace(plan_workspace_bytes(policy, plan_shape(sized_by, obs)));
+    return plan(policy, view, obs, workspace).status();
   };
   law.scores = [](MethodWorld& world) {
     using Scores = std::remove_cvref_t<decltype(std::declval<const P&>().scorer())>;
@@ -310,6 +318,33 @@ void keeps_all_within_the_budget(const Law& law) {
     REQUIRE(report.evicted_rows == 0);
     REQUIRE(report.bytes_moved == 0);
     REQUIRE(static_cast<std::int32_t>(world.kept(0)[3].size()) == tokens);
+  }
+}
+
+// Whatever a length says, nothing is sized or read by it before the tables are checked.
+void refuses_lengths_beyond_the_table(const Law& law) {
+  MethodWorld world(law.setup());
+  REQUIRE(world.append(0, 28) == Status::ok);  // with 3 rows of padding, still in 8 pages
+  const CacheView good = world.view();
+  const std::int32_t room = good.table.capacity(SequenceId{0}, LayerId{0}, HeadId{0}) * 4;
+  const std::vector<SequenceState> states(good.states, good.states + good.tables_per_sequence());
+  for (const std::int32_t length :
+       {room + 1, 1 << 20, std::numeric_limits<std::int32_t>::max(), -1}) {
+    for (const std::int32_t padding : {0, 3}) {
+      for (std::size_t t = 0; t <= states.size(); ++t) {  // one table, or all of them
+        std::vector<SequenceState> wrong = states;
+        for (std::size_t i = 0; i < states.size(); ++i) {
+          if (i == t || t == states.size()) { wrong[i].live_rows = length; }
+        }
+        CacheView bad = good;
+        bad.states = wrong.data();
+        bad.first_rows = &padding;
+        INFO("length " << length << ", padding " << padding << ", table " << t);
+        CHECK(plan_shape(bad).max_rows <= room);
+        CHECK(law.status(world, bad, good) == Status::length_beyond_table);
+        CHECK(law.status(world, bad, bad) == Status::length_beyond_table);
+      }
+    }
   }
 }
 
@@ -570,4 +605,10 @@ TEMPLATE_TEST_CASE("laws: no row is no score, and a row alone gets one",
                    "[laws][edge]",
                    KVTRIM_POLICIES) {
   scores_none_and_one(law_of<TestType>());
+}
+
+TEMPLATE_TEST_CASE("laws: a length beyond its table is the table's fault",
+                   "[laws][fault]",
+                   KVTRIM_POLICIES) {
+  refuses_lengths_beyond_the_table(law_of<TestType>());
 }

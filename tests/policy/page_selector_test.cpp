@@ -2,11 +2,12 @@
 #include <kvtrim/policy/page_selector.hpp>
 
 #include <kvtrim/evict/rerotate.hpp>
-#include <kvtrim/score/accumulate.hpp>
+#include <kvtrim/observe/accumulate.hpp>
+#include <kvtrim/observe/query_ring.hpp>
+#include <kvtrim/score/accumulated.hpp>
 #include <kvtrim/score/external.hpp>
 #include <kvtrim/score/key_diff.hpp>
 #include <kvtrim/score/page_accumulate.hpp>
-#include <kvtrim/score/query_ring.hpp>
 #include <kvtrim/score/window.hpp>
 
 #include "catch.hpp"

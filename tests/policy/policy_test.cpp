@@ -7,7 +7,7 @@
 #include <kvtrim/policy/page_selector.hpp>
 #include <kvtrim/policy/snapkv_selector.hpp>
 #include <kvtrim/policy/streaming_sink.hpp>
-#include <kvtrim/score/accumulate.hpp>
+#include <kvtrim/score/accumulated.hpp>
 #include <kvtrim/score/window.hpp>
 
 #include "catch.hpp"
@@ -403,4 +403,11 @@ TEMPLATE_TEST_CASE("policy: kept rows depend neither on the page size nor on pag
       REQUIRE(results.back() == results.front());
     }
   }
+}
+
+TEST_CASE("no_scores: is empty, and what policies by position alone return", "[no_scores]") {
+  STATIC_REQUIRE(std::is_empty_v<NoScores>);
+  STATIC_REQUIRE(std::is_same_v<decltype(StreamingSink().scorer()), NoScores>);
+  STATIC_REQUIRE(std::is_same_v<ScorerOf<NoScores>::type, NoScorer>);
+  STATIC_REQUIRE(!Scorer<NoScores>);
 }

@@ -10,6 +10,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <numeric>
+#include <type_traits>
 #include <vector>
 
 using namespace kvtrim;
@@ -50,4 +51,10 @@ TEST_CASE("q_filter policy: no filters, or filters of another head dim, change n
   obs.filters = {};
   CHECK(world.evict(QFilter({.budget = 9}), obs).status == Status::bad_observation);
   CHECK(world.kept(0)[0].size() == 40);
+}
+
+TEST_CASE("q_filter_params: there is nothing to set", "[q_filter]") {
+  STATIC_REQUIRE(std::is_empty_v<QFilterParams>);
+  STATIC_REQUIRE(std::is_aggregate_v<QFilterParams>);
+  STATIC_REQUIRE(std::is_trivially_copyable_v<QFilterParams>);
 }

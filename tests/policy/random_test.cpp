@@ -7,6 +7,7 @@
 #include "support/method_world.hpp"
 
 #include <cstdint>
+#include <type_traits>
 
 using namespace kvtrim;
 using test::MethodWorld;
@@ -39,4 +40,10 @@ TEST_CASE(
   }
   REQUIRE(once.evict(Random({.budget = 15}), {}).status == Status::ok);
   CHECK(once.kept(0) == often.kept(0));
+}
+
+TEST_CASE("random_params: the seed is 0 unless given", "[random]") {
+  STATIC_REQUIRE(std::is_aggregate_v<RandomParams>);
+  STATIC_REQUIRE(std::is_trivially_copyable_v<RandomParams>);
+  STATIC_REQUIRE(RandomParams{}.seed == 0);
 }

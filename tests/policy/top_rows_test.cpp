@@ -19,6 +19,7 @@
 #include <limits>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <type_traits>
 #include <vector>
 
@@ -29,7 +30,14 @@ namespace {
 
 // A method that says no to one parameter.
 struct PickyScores {
+  static constexpr std::string_view name = "picky";
+  static constexpr std::string_view title = "kvtrim::Picky";
+  static constexpr Protection protects{3, 5};
   std::int32_t size = 1;
+
+  constexpr void check(std::string_view who) const {
+    if (size < 1) { throw_invalid_argument("{}: size {} is below 1", who, size); }
+  }
 };
 
 DemandInput input(std::int32_t live, std::int32_t budget = -1) {
@@ -40,17 +48,6 @@ DemandInput input(std::int32_t live, std::int32_t budget = -1) {
 }
 
 }  // namespace
-
-template <>
-struct kvtrim::Method<PickyScores> {
-  static constexpr std::string_view name = "picky";
-  static constexpr std::string_view title = "kvtrim::Picky";
-  static constexpr int sinks = 3;
-  static constexpr int recent = 5;
-  static constexpr void check(const PickyScores& p) {
-    if (p.size < 1) { detail::throw_invalid_argument("kvtrim::Picky: size {} is below 1", p.size); }
-  }
-};
 
 TEMPLATE_TEST_CASE("top_rows: a budget of 1,024 rows by default, in order, as the method protects",
                    "[top_rows]",
@@ -65,17 +62,17 @@ TEMPLATE_TEST_CASE("top_rows: a budget of 1,024 rows by default, in order, as th
   constexpr TestType policy;
   STATIC_REQUIRE(policy.params().budget == 1024);
   using Scores = std::remove_cvref_t<decltype(policy.scorer())>;
-  STATIC_REQUIRE(policy.params().sinks == Method<Scores>::sinks);
-  STATIC_REQUIRE(policy.params().recent == Method<Scores>::recent);
+  STATIC_REQUIRE(policy.params().sinks == Scores::protects.sinks);
+  STATIC_REQUIRE(policy.params().recent == Scores::protects.recent);
   STATIC_REQUIRE(policy.removal() == Removal::stable_pack);
-  STATIC_REQUIRE(TestType::name == Method<Scores>::name);
+  STATIC_REQUIRE(TestType::name == Scores::name);
   const Demand demand = policy.demand(input(5000));
   CHECK(demand.keep == 1024);
-  CHECK(demand.protection.sinks == Method<Scores>::sinks);
-  CHECK(demand.protection.recent == Method<Scores>::recent);
-  CHECK(demand.window == Method<Scores>::recent);
+  CHECK(demand.protection.sinks == Scores::protects.sinks);
+  CHECK(demand.protection.recent == Scores::protects.recent);
+  CHECK(demand.window == Scores::protects.recent);
   CHECK(demand.status == Status::ok);
-  CHECK(std::string(Method<Scores>::title).rfind("kvtrim::", 0) == 0);
+  CHECK(std::string(Scores::title).rfind("kvtrim::", 0) == 0);
 }
 
 TEMPLATE_TEST_CASE("top_rows: errors name the class, the parameters and their values",
@@ -87,7 +84,7 @@ TEMPLATE_TEST_CASE("top_rows: errors name the class, the parameters and their va
                    External,
                    Tova) {
   using Scores = std::remove_cvref_t<decltype(TestType().scorer())>;
-  const std::string title(Method<Scores>::title);
+  const std::string title(Scores::title);
   constexpr std::int64_t most = std::numeric_limits<std::int32_t>::max();
   CHECK_NOTHROW(TestType({.budget = 1, .sinks = 0, .recent = 0}));
   CHECK_NOTHROW(TestType({.budget = 7, .sinks = 3, .recent = 4}));

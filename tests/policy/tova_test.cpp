@@ -11,6 +11,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <numeric>
+#include <type_traits>
 #include <vector>
 
 using namespace kvtrim;
@@ -113,4 +114,10 @@ TEST_CASE("tova policy: the authors' form is had by name", "[tova]") {
   STATIC_REQUIRE(Tova().params().recent == 1);
   STATIC_REQUIRE(tova_unprotected(7).recent == 0);
   STATIC_REQUIRE(tova_unprotected(7).budget == 7);
+}
+
+TEST_CASE("tova_params: there is nothing to set", "[tova]") {
+  STATIC_REQUIRE(std::is_empty_v<TovaParams>);
+  STATIC_REQUIRE(std::is_aggregate_v<TovaParams>);
+  STATIC_REQUIRE(std::is_trivially_copyable_v<TovaParams>);
 }

@@ -23,10 +23,13 @@
 #if KVTRIM_TEST_COUNTS_MALLOC
 
 #  include <kvtrim/evict/apply.hpp>
+#  include <kvtrim/observe/accumulate.hpp>
+#  include <kvtrim/observe/column_sums.hpp>
+#  include <kvtrim/observe/query_moments.hpp>
+#  include <kvtrim/observe/query_ring.hpp>
 #  include <kvtrim/policy/snapkv_selector.hpp>
-#  include <kvtrim/score/accumulate.hpp>
+#  include <kvtrim/score/accumulated.hpp>
 #  include <kvtrim/score/chunked.hpp>
-#  include <kvtrim/score/column_sums.hpp>
 #  include <kvtrim/score/cur.hpp>
 #  include <kvtrim/score/expected_attention.hpp>
 #  include <kvtrim/score/external.hpp>
@@ -36,8 +39,6 @@
 #  include <kvtrim/score/output_norm.hpp>
 #  include <kvtrim/score/per_layer.hpp>
 #  include <kvtrim/score/q_filter.hpp>
-#  include <kvtrim/score/query_moments.hpp>
-#  include <kvtrim/score/query_ring.hpp>
 #  include <kvtrim/score/random.hpp>
 #  include <kvtrim/score/rkv.hpp>
 #  include <kvtrim/score/row_local.hpp>

@@ -3,7 +3,7 @@
 
 #include <kvtrim/evict/planner.hpp>
 #include <kvtrim/policy/page_selector.hpp>
-#include <kvtrim/score/accumulate.hpp>
+#include <kvtrim/score/accumulated.hpp>
 #include <kvtrim/score/external.hpp>
 #include <kvtrim/score/key_diff.hpp>
 #include <kvtrim/score/page_accumulate.hpp>

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <kvtrim/score/page_scores.hpp>
 
+#include <kvtrim/observe/observation.hpp>
+
 #include "catch.hpp"
 #include "support/random.hpp"
 

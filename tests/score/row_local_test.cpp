@@ -6,7 +6,7 @@
 #include <kvtrim/policy/key_norm.hpp>
 #include <kvtrim/policy/q_filter.hpp>
 #include <kvtrim/policy/random.hpp>
-#include <kvtrim/score/accumulate.hpp>
+#include <kvtrim/score/accumulated.hpp>
 #include <kvtrim/score/external.hpp>
 #include <kvtrim/score/key_diff.hpp>
 #include <kvtrim/score/key_norm.hpp>

@@ -7,8 +7,8 @@
 #include <kvtrim/cache/paged_cache.hpp>
 #include <kvtrim/core/arena.hpp>
 #include <kvtrim/evict/planner.hpp>
-#include <kvtrim/score/observation.hpp>
-#include <kvtrim/score/window_params.hpp>
+#include <kvtrim/observe/observation.hpp>
+#include <kvtrim/policy/window_params.hpp>
 
 #include "catch.hpp"
 

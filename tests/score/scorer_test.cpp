@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "score_fixture.hpp"
 
-#include <kvtrim/score/accumulate.hpp>
+#include <kvtrim/score/accumulated.hpp>
 #include <kvtrim/score/external.hpp>
 #include <kvtrim/score/scorer.hpp>
 #include <kvtrim/score/window.hpp>

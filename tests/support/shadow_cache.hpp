@@ -7,9 +7,9 @@
 #include <kvtrim/cache/cache_view.hpp>
 #include <kvtrim/cache/paged_cache.hpp>
 #include <kvtrim/core/dtype.hpp>
-#include <kvtrim/evict/removal.hpp>
+#include <kvtrim/core/removal.hpp>
 #include <kvtrim/evict/rerotate.hpp>
-#include <kvtrim/score/observation.hpp>
+#include <kvtrim/observe/observation.hpp>
 #include "support/random.hpp"
 #include "support/rope_model.hpp"
 

@@ -156,6 +156,17 @@ struct CacheView {
 };
 static_assert(std::is_trivially_copyable_v<CacheView>);
 
+namespace detail {
+/// A view whose keys are the values of `view`: what walks keys can walk values, they are a plane and a table too.
+[[nodiscard]] inline CacheView value_view(const CacheView& view) noexcept {
+  CacheView values = view;
+  values.k = view.v;
+  values.table.ids += view.table.v_offset;
+  values.table.v_offset = 0;
+  return values;
+}
+}  // namespace detail
+
 /// Rows that lie in one page, one after the other.
 struct Run {
   std::int32_t row;    ///< first row

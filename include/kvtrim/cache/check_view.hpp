@@ -5,8 +5,8 @@
 // throws; tables and lengths change with every step and are checked by status values.
 
 #include <kvtrim/cache/cache_view.hpp>
+#include <kvtrim/core/error.hpp>
 #include <kvtrim/core/status.hpp>
-#include <kvtrim/detail/error.hpp>
 
 #include <algorithm>
 #include <array>
@@ -89,7 +89,7 @@ inline void check_plane(const CacheView& view, const Plane& p, std::string_view 
 inline void check_layout(const CacheView& view) {
   if (view.page_size < 1 || view.kv_heads < 1 || view.layers < 1 || view.sequences < 0 ||
       view.pages < 0) {
-    detail::throw_invalid_argument(
+    throw_invalid_argument(
         "kvtrim::CacheView: page_size {}, kv_heads {} and layers {} must be at least 1, sequences "
         "{} and pages {} at least 0",
         view.page_size,
@@ -100,14 +100,14 @@ inline void check_layout(const CacheView& view) {
   }
   if (view.table.ids == nullptr || (view.k.base == nullptr && view.k.layer_bases == nullptr) ||
       (view.v.base == nullptr && view.v.layer_bases == nullptr)) {
-    detail::throw_invalid_argument("kvtrim::CacheView: keys, values or page ids are null");
+    throw_invalid_argument("kvtrim::CacheView: keys, values or page ids are null");
   }
   if (view.lengths == nullptr && view.last_page_len == nullptr && view.states == nullptr) {
-    detail::throw_invalid_argument("kvtrim::CacheView: no lengths, last_page_len or states");
+    throw_invalid_argument("kvtrim::CacheView: no lengths, last_page_len or states");
   }
   if (view.scope != TableScope::head && view.kv_heads > 1 &&
       (view.k.head_stride == 0 || view.v.head_stride == 0)) {
-    detail::throw_invalid_argument(
+    throw_invalid_argument(
         "kvtrim::CacheView: {} KV heads share a table, so they need a head stride", view.kv_heads);
   }
   const auto one_layer = [](const Plane& p) {
@@ -115,7 +115,7 @@ inline void check_layout(const CacheView& view) {
   };
   if (view.scope == TableScope::group && view.layers > 1 &&
       (one_layer(view.k) || one_layer(view.v))) {
-    detail::throw_invalid_argument(
+    throw_invalid_argument(
         "kvtrim::CacheView: {} layers share a table, so they need a layer stride", view.layers);
   }
   detail::check_plane(view, view.k, "keys");

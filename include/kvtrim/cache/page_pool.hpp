@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <kvtrim/core/error.hpp>
 #include <kvtrim/core/types.hpp>
-#include <kvtrim/detail/error.hpp>
 
 #include <cstddef>
 #include <cstdint>
@@ -27,9 +27,9 @@ class PagePool {
   /// O(capacity)
   explicit PagePool(std::int64_t capacity) {
     if (capacity < 0 || capacity > std::numeric_limits<std::int32_t>::max()) {
-      detail::throw_length_error("kvtrim::PagePool: capacity {} is not within 0 and {} pages",
-                                 capacity,
-                                 std::numeric_limits<std::int32_t>::max());
+      throw_length_error("kvtrim::PagePool: capacity {} is not within 0 and {} pages",
+                         capacity,
+                         std::numeric_limits<std::int32_t>::max());
     }
     counts_.assign(static_cast<std::size_t>(capacity), 0);
     free_.reserve(counts_.size());

@@ -9,8 +9,8 @@
 #include <kvtrim/cache/move.hpp>
 #include <kvtrim/cache/page_pool.hpp>
 #include <kvtrim/cache/table_update.hpp>
+#include <kvtrim/core/error.hpp>
 #include <kvtrim/core/status.hpp>
-#include <kvtrim/detail/error.hpp>
 
 #include <algorithm>
 #include <cstddef>
@@ -366,7 +366,7 @@ class PagedCache {
   static Params checked(Params p) {
     if (p.page_size < 1 || p.layers < 1 || p.kv_heads < 1 || p.key_dim < 1 || p.max_sequences < 1 ||
         p.pages < 0 || p.value_dim < 0 || p.max_rows < 0) {
-      detail::throw_invalid_argument(
+      throw_invalid_argument(
           "kvtrim::PagedCache: page_size {}, layers {}, kv_heads {}, key_dim {} and max_sequences "
           "{} must be at least 1; "
           "pages {}, value_dim {} and max_rows {} at least 0",
@@ -380,12 +380,12 @@ class PagedCache {
           p.max_rows);
     }
     if (!readable(p.dtype)) {
-      detail::throw_invalid_argument("kvtrim::PagedCache: dtype {} is not f32, f16 or bf16",
-                                     to_string(p.dtype));
+      throw_invalid_argument("kvtrim::PagedCache: dtype {} is not f32, f16 or bf16",
+                             to_string(p.dtype));
     }
     const std::int64_t pool_rows = static_cast<std::int64_t>(p.pages) * p.page_size;
     if (pool_rows > std::numeric_limits<std::int32_t>::max()) {
-      detail::throw_length_error(
+      throw_length_error(
           "kvtrim::PagedCache: {} pages of {} rows do not fit 31 bits", p.pages, p.page_size);
     }
     if (p.value_dim == 0) { p.value_dim = p.key_dim; }

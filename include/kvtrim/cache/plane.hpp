@@ -5,8 +5,9 @@
 // in their strides, so neither can be mistaken for the other. Every offset is 64 bits wide.
 
 #include <kvtrim/core/dtype.hpp>
+#include <kvtrim/core/error.hpp>
+#include <kvtrim/core/sequence_plane.hpp>
 #include <kvtrim/core/types.hpp>
-#include <kvtrim/detail/error.hpp>
 
 #include <cstddef>
 #include <cstdint>
@@ -83,7 +84,7 @@ struct Plane {
     Plane p = strided(data, s, 16, s.page_size * row(s));
     p.pack = static_cast<std::int32_t>(16 / element_bytes(s.dtype));
     if (s.head_dim % p.pack != 0) {
-      detail::throw_invalid_argument(
+      throw_invalid_argument(
           "kvtrim::Plane: head_dim {} is no multiple of the packing width {}", s.head_dim, p.pack);
     }
     p.pack_stride = 16 * static_cast<std::int64_t>(s.page_size);
@@ -108,14 +109,14 @@ struct Plane {
                                  std::int64_t token,
                                  std::int64_t head) {
     if (s.page_size < 1 || s.kv_heads < 1 || s.head_dim < 1) {
-      detail::throw_invalid_argument(
+      throw_invalid_argument(
           "kvtrim::Plane: page_size {}, kv_heads {} and head_dim {} must be at least 1",
           s.page_size,
           s.kv_heads,
           s.head_dim);
     }
     if (s.dtype == DType::opaque) {
-      detail::throw_invalid_argument(
+      throw_invalid_argument(
           "kvtrim::Plane: opaque rows have no layout; fill the strides and opaque_row_bytes");
     }
     Plane p;
@@ -187,66 +188,6 @@ struct PagePlane {
                                                   Slot s) const noexcept {
     return base + raw(l) * layer_stride + raw(p) * page_stride + raw(h) * head_stride +
            raw(s) * token_stride;
-  }
-};
-
-/// Side data of a sequence, one element a row, indexed [sequence, layer, KV head, row] and never shared: positions,
-/// rope positions, accumulated scores. A null base means that the plane is absent.
-struct SequencePlane {
-  std::byte* base = nullptr;         ///< sequence 0, layer 0, head 0, row 0
-  std::int64_t sequence_stride = 0;  ///< bytes
-  std::int64_t layer_stride = 0;     ///< bytes; 0: common to the layers
-  std::int64_t head_stride = 0;      ///< bytes; 0: common to the heads
-  std::int64_t row_stride = 0;       ///< bytes
-  std::int32_t element_bytes = 4;    ///< bytes an element
-
-  /// Whether the plane is there.
-  [[nodiscard]] KVTRIM_HOST_DEVICE constexpr explicit operator bool() const noexcept {
-    return base != nullptr;
-  }
-
-  /// First byte of an element.
-  [[nodiscard]] KVTRIM_HOST_DEVICE std::byte* row(SequenceId s,
-                                                  LayerId l,
-                                                  HeadId h,
-                                                  std::int32_t r) const noexcept {
-    return base + raw(s) * sequence_stride + raw(l) * layer_stride + raw(h) * head_stride +
-           r * row_stride;
-  }
-
-  /// Element as a `T`.
-  /// \pre the plane holds `T`
-  template <class T>
-  [[nodiscard]] KVTRIM_HOST_DEVICE T& at(SequenceId s,
-                                         LayerId l,
-                                         HeadId h,
-                                         std::int32_t r) const noexcept {
-    KVTRIM_ASSERT(element_bytes == static_cast<std::int32_t>(sizeof(T)));
-    return *reinterpret_cast<T*>(row(s, l, h, r));
-  }
-
-  /// Elements of (sequence, layer, KV head) as an array of `T`; null where they do not lie side by side.
-  /// \pre the plane, if it is there, holds `T`
-  template <class T>
-  [[nodiscard]] T* array(SequenceId s, LayerId l, HeadId h) const noexcept {
-    const bool dense = base != nullptr && row_stride == static_cast<std::int64_t>(sizeof(T));
-    return dense ? reinterpret_cast<T*>(row(s, l, h, 0)) : nullptr;
-  }
-
-  /// A plane over a C-order array [sequences, layers, kv_heads, rows].
-  template <class T>
-  [[nodiscard]] static SequencePlane dense(T* data,
-                                           std::int32_t layers,
-                                           std::int32_t kv_heads,
-                                           std::int32_t rows) {
-    SequencePlane p;
-    p.base = reinterpret_cast<std::byte*>(data);
-    p.element_bytes = static_cast<std::int32_t>(sizeof(T));
-    p.row_stride = static_cast<std::int64_t>(sizeof(T));
-    p.head_stride = rows * p.row_stride;
-    p.layer_stride = kv_heads * p.head_stride;
-    p.sequence_stride = layers * p.layer_stride;
-    return p;
   }
 };
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <kvtrim/detail/config.hpp>
+#include <kvtrim/core/config.hpp>
 
 #include <cstdint>
 #include <string_view>

@@ -4,7 +4,7 @@
 // Index spaces are types: a page cannot be passed where a head is meant. Counts (rows, pages, heads) are plain
 // std::int32_t, byte offsets std::int64_t.
 
-#include <kvtrim/detail/config.hpp>
+#include <kvtrim/core/config.hpp>
 
 #include <cstddef>
 #include <cstdint>

@@ -6,9 +6,9 @@
 // from outside must agree.
 
 #include <kvtrim/cache/table_update.hpp>
+#include <kvtrim/core/removal.hpp>
 #include <kvtrim/core/status.hpp>
 #include <kvtrim/core/types.hpp>
-#include <kvtrim/evict/removal.hpp>
 
 #include <algorithm>
 #include <cstddef>

@@ -9,12 +9,12 @@
 #include <kvtrim/cache/move.hpp>
 #include <kvtrim/core/arena.hpp>
 #include <kvtrim/core/executor.hpp>
-#include <kvtrim/detail/plan_memory.hpp>
-#include <kvtrim/detail/plan_needs.hpp>
-#include <kvtrim/detail/row_choice.hpp>
-#include <kvtrim/detail/share_budgets.hpp>
+#include <kvtrim/evict/detail/plan_memory.hpp>
+#include <kvtrim/evict/detail/row_choice.hpp>
+#include <kvtrim/evict/detail/share_budgets.hpp>
 #include <kvtrim/evict/plan.hpp>
-#include <kvtrim/evict/plan_shape.hpp>
+#include <kvtrim/evict/plan_options.hpp>
+#include <kvtrim/observe/plan_shape.hpp>
 #include <kvtrim/policy/page_selector.hpp>
 #include <kvtrim/policy/policy.hpp>
 #include <kvtrim/score/external.hpp>
@@ -59,11 +59,16 @@ class Planner : public RowChoice {
         given_pages_(by_page && obs.page_scores.data != nullptr) {}
 
   [[nodiscard]] PlanView run(std::span<std::byte> workspace) noexcept {
+    Arena arena(workspace);
+    const auto check = take_check(arena, view_.pages);
+    if (!arena.ok()) { return PlanView(Status::workspace_too_small); }
+    if (const ViewFault fault = check_tables(view_, check); fault.status != Status::ok) {
+      return PlanView(fault.status);
+    }
     if (const Status status = check_observation(); status != Status::ok) {
       return PlanView(status);
     }
     const PlanShape shape = plan_shape(view_, obs_, executor_.workers());
-    Arena arena(workspace);
     mem_ = PlanMemory::take(arena, shape, plan_needs(policy_, shape, given_ || given_pages_));
     if (!arena.ok()) { return PlanView(Status::workspace_too_small); }
     plan_ = PlanView(mem_.header);
@@ -71,9 +76,6 @@ class Planner : public RowChoice {
     header.separate_values = view_.table.v_offset != 0;
     header.positions =
         options_.rerotator == nullptr ? PositionMode::keep : options_.rerotator->mode();
-    if (const ViewFault fault = check_tables(view_, mem_.check); fault.status != Status::ok) {
-      return refuse(fault.status);
-    }
     header.generation = generation_of(view_);
     if constexpr (shares) {
       BudgetSharing<P> sharing(policy_, view_, obs_, mem_);
@@ -497,9 +499,9 @@ class Planner : public RowChoice {
 template <Policy P>
 [[nodiscard]] std::size_t plan_workspace_bytes(const P& policy, const PlanShape& shape) noexcept {
   Arena arena;
-  const auto unused =
-      detail::PlanMemory::take(arena, shape, detail::plan_needs(policy, shape, false));
-  static_cast<void>(unused);
+  static_cast<void>(detail::take_check(arena, shape.pages));
+  static_cast<void>(
+      detail::PlanMemory::take(arena, shape, detail::plan_needs(policy, shape, false)));
   return arena.bytes();
 }
 

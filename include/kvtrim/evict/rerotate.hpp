@@ -5,9 +5,9 @@
 // it), so what cannot be done well is refused where the mode is bound to the view, not at the first eviction.
 
 #include <kvtrim/cache/cache_view.hpp>
+#include <kvtrim/core/error.hpp>
+#include <kvtrim/core/removal.hpp>
 #include <kvtrim/core/rope.hpp>
-#include <kvtrim/detail/error.hpp>
-#include <kvtrim/evict/removal.hpp>
 
 #include <algorithm>
 #include <array>
@@ -55,7 +55,7 @@ class Rerotator {
     if (mode == PositionMode::keep) { return; }
     need_rope_positions(view);
     if (rope.kind != RopeKind::standard) {
-      detail::throw_invalid_argument(
+      throw_invalid_argument(
           "kvtrim::Rerotator: {}",
           rope.kind == RopeKind::mrope
               ? "M-RoPE has several positions a token; use PositionMode::keep"
@@ -66,7 +66,7 @@ class Rerotator {
     }
     if (rope.dim < 2 || rope.dim % 2 != 0 || rope.offset < 0 ||
         rope.offset + rope.dim > view.k.head_dim) {
-      detail::throw_invalid_argument(
+      throw_invalid_argument(
           "kvtrim::Rerotator: rotary range [{}, {}) must be even and within head_dim {}",
           rope.offset,
           rope.offset + rope.dim,
@@ -75,7 +75,7 @@ class Rerotator {
     const auto expected = static_cast<std::size_t>(rope.dim / 2) *
                           static_cast<std::size_t>(rope.same_for_all_layers ? 1 : view.layers);
     if (rope.inverse_frequencies.size() != expected) {
-      detail::throw_invalid_argument(
+      throw_invalid_argument(
           "kvtrim::Rerotator: {} frequencies for {} layers of {} pairs: frequencies are per layer, "
           "or say same_for_all_layers",
           rope.inverse_frequencies.size(),
@@ -84,13 +84,13 @@ class Rerotator {
     }
     source_ = mode == PositionMode::in_cache && view.unrotated_keys.base != nullptr;
     if (!readable(view.k.dtype)) {
-      detail::throw_invalid_argument(
+      throw_invalid_argument(
           "kvtrim::Rerotator: keys of dtype {} cannot be rotated; use PositionMode::keep",
           to_string(view.k.dtype));
     }
     if (source_ &&
         (!readable(view.unrotated_keys.dtype) || view.unrotated_keys.head_dim != view.k.head_dim)) {
-      detail::throw_invalid_argument(
+      throw_invalid_argument(
           "kvtrim::Rerotator: un-rotated keys of dtype {} and head_dim {} cannot be rotated into "
           "keys of head_dim {}",
           to_string(view.unrotated_keys.dtype),
@@ -98,14 +98,14 @@ class Rerotator {
           view.k.head_dim);
     }
     if (mode == PositionMode::in_cache && view.k.dtype != DType::f32 && !source_) {
-      detail::throw_invalid_argument(
+      throw_invalid_argument(
           "kvtrim::Rerotator: {} keys lose about half of their value in 1,000 rotations; keep "
           "CacheView::unrotated_keys "
           "beside them, or use PositionMode::keep",
           to_string(view.k.dtype));
     }
     if (mode == PositionMode::sinks_follow && (pristine.keys == nullptr || pristine.sinks < 1)) {
-      detail::throw_invalid_argument(
+      throw_invalid_argument(
           "kvtrim::Rerotator: sinks_follow needs the sinks' keys before RoPE, but {} are given",
           pristine.sinks);
     }
@@ -165,14 +165,14 @@ class Rerotator {
   static void need_rope_positions(const CacheView& view) {
     if (!view.rope_positions || (view.kv_heads > 1 && view.rope_positions.head_stride == 0) ||
         (view.layers > 1 && view.rope_positions.layer_stride == 0)) {
-      detail::throw_invalid_argument(
+      throw_invalid_argument(
           "kvtrim::Rerotator: renumbering needs rope positions of its own for each of {} layers "
           "and {} KV heads",
           view.layers,
           view.kv_heads);
     }
     if (view.k.head_dim > max_head_dim) {
-      detail::throw_invalid_argument(
+      throw_invalid_argument(
           "kvtrim::Rerotator: head_dim {} is above {}", view.k.head_dim, max_head_dim);
     }
   }

@@ -5,7 +5,7 @@
 // unequal counts is refused (`unequal_budget`), never silently evened out.
 
 #include <kvtrim/budget/adaptive.hpp>
-#include <kvtrim/detail/error.hpp>
+#include <kvtrim/core/error.hpp>
 #include <kvtrim/policy/policy.hpp>
 
 #include <concepts>
@@ -28,6 +28,11 @@ namespace kvtrim {
 /// Feng et al., 2024, arXiv:2407.11550; `AdaptiveForm` says how kvpress (default) and the authors' code differ
 template <class Inner>
 class AdaKV {
+  static_assert(
+      RowPolicy<Inner>,
+      "kvtrim::AdaKV: heads compete by the scores of their rows, so Inner must be a policy "
+      "that ranks rows: not one that keeps by position (Full, StreamingSink) or by page");
+
  public:
   /// Parameters.
   struct Params {
@@ -44,8 +49,8 @@ class AdaKV {
   /// \throws std::invalid_argument if the safeguard is not within 0 and 1, or as `Inner` does
   explicit constexpr AdaKV(const Params& params) : params_(params), inner_(params.inner) {
     if (!(params.safeguard >= 0 && params.safeguard <= 1)) {
-      detail::throw_invalid_argument("kvtrim::AdaKV: safeguard {} must be within 0 and 1",
-                                     params.safeguard);
+      throw_invalid_argument("kvtrim::AdaKV: safeguard {} must be within 0 and 1",
+                             params.safeguard);
     }
   }
 

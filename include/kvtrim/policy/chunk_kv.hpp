@@ -4,45 +4,55 @@
 // A chunk that holds a protected row stays whole, as in kvpress, whose mark on the window's rows lifts the chunk that
 // they share with older ones.
 
-#include <kvtrim/detail/error.hpp>
-#include <kvtrim/policy/top_rows.hpp>
-#include <kvtrim/score/chunked_params.hpp>
-#include <kvtrim/score/window_params.hpp>
+#include <kvtrim/core/error.hpp>
+#include <kvtrim/policy/detail/joined_name.hpp>
+#include <kvtrim/policy/policy.hpp>
+#include <kvtrim/policy/window_params.hpp>
 
 #include <algorithm>
 #include <cstdint>
 #include <limits>
 #include <string_view>
-#include <type_traits>
 
 namespace kvtrim {
 
 namespace detail {
-// Defaults of what always stays: the observation window of window scores, else what the method itself protects.
+inline constexpr std::string_view chunked_name = "chunked_";
+inline constexpr std::string_view chunked_title = "kvtrim::Chunked of ";
+}  // namespace detail
+
+/// Parameters of `ChunkedScorer`: a token score, and how many tokens share it.
+///
+/// \tparam Scores  parameters of a score (`ScoreParams`)
+/// \par Source
+/// Liu et al., 2025, arXiv:2502.00299; the size as kvpress
 template <class Scores>
-struct ChunkedMethod {
-  static constexpr std::int64_t sinks = 0;
-  static constexpr std::int64_t recent = 0;
-  static constexpr void check(const Scores&) noexcept {}
-};
-template <class Scores>
-  requires requires { Method<Scores>::recent; }
-struct ChunkedMethod<Scores> : Method<Scores> {};
-template <>
-struct ChunkedMethod<WindowParams> {
-  static constexpr std::int64_t sinks = 0;
-  static constexpr std::int64_t recent = WindowParams{}.window;
-  static constexpr void check(const WindowParams& p) {
-    if (p.window < 1 || p.kernel < 1 || p.kernel % 2 == 0) {
-      throw_invalid_argument(
-          "kvtrim::ChunkKV: scores.window {} must be at least 1, scores.kernel {} odd and at least "
-          "1",
-          p.window,
-          p.kernel);
-    }
+struct Chunked {
+  static_assert(
+      ScoreParams<Scores>,
+      "kvtrim::Chunked: Scores must be parameters of a score with the members name, title, "
+      "protects and check(who), as kvtrim::KeyNormParams has them");
+  static constexpr std::string_view name =
+      detail::JoinedName<detail::chunked_name, Scores::name>::value;
+  static constexpr std::string_view title =
+      detail::JoinedName<detail::chunked_title, Scores::title>::value;
+  static constexpr Protection protects = Scores::protects;
+
+  Scores scores{};  ///< of a token
+  std::int32_t chunk =
+      20;  ///< tokens of a chunk; chunk c is positions c * chunk .. c * chunk + chunk - 1
+
+  /// \throws std::invalid_argument if the chunk is below 1, or a parameter of the scores out of range
+  constexpr void check(std::string_view who) const {
+    if (chunk < 1) { throw_invalid_argument("{}: chunk {} must be at least 1", who, chunk); }
+    scores.check(who);
+  }
+  /// As the scores.
+  [[nodiscard]] constexpr std::int32_t unscored() const noexcept {
+    return detail::unscored_rows(scores);
   }
 };
-}  // namespace detail
+static_assert(ScoreParams<Chunked<WindowParams>>);
 
 /// Keeps the chunks of consecutive tokens that score highest, the same for all KV heads of a layer.
 ///
@@ -51,7 +61,7 @@ struct ChunkedMethod<WindowParams> {
 /// same at the next eviction; one that was cut competes with what is left of it. At the end of a prompt, or while
 /// generating.
 ///
-/// \tparam Scores  parameters of the token score: any that `ScorerOf` maps to a scorer
+/// \tparam Scores  parameters of a score (`ScoreParams`)
 /// \par Ties
 /// the lower position is kept. NaN: a chunk with such a row goes first
 /// \par Complexity
@@ -61,14 +71,19 @@ struct ChunkedMethod<WindowParams> {
 /// in chunks (kvpress's is `kvpress_chunk_rows`); no reuse of one layer's chunks for the next
 template <class Scores = WindowParams>
 class ChunkKV {
+  static_assert(
+      ScoreParams<Scores>,
+      "kvtrim::ChunkKV: Scores must be parameters of a score with the members name, title, "
+      "protects and check(who), as kvtrim::KeyNormParams has them");
+
  public:
   /// Parameters.
   struct Params {
-    std::int64_t budget = 1024;                                   ///< rows that stay
-    std::int64_t chunk = 20;                                      ///< tokens of a chunk
-    std::int64_t sinks = detail::ChunkedMethod<Scores>::sinks;    ///< first rows, always kept
-    std::int64_t recent = detail::ChunkedMethod<Scores>::recent;  ///< last rows, always kept
-    Scores scores{};                                              ///< of a token
+    std::int64_t budget = 1024;                     ///< rows that stay
+    std::int64_t chunk = 20;                        ///< tokens of a chunk
+    std::int64_t sinks = Scores::protects.sinks;    ///< first rows, always kept
+    std::int64_t recent = Scores::protects.recent;  ///< last rows, always kept
+    Scores scores{};                                ///< of a token
   };
   static constexpr std::string_view name = "chunkkv";
 
@@ -83,7 +98,7 @@ class ChunkKV {
     const Params& p = params_;
     if (p.chunk < 1 || p.sinks < 0 || p.recent < 0 || p.chunk > most || p.sinks > most - p.chunk ||
         p.recent > most - p.chunk || p.budget > most) {
-      detail::throw_invalid_argument(
+      throw_invalid_argument(
           "kvtrim::ChunkKV: chunk {} must be at least 1, sinks {} and recent {} at least 0, budget "
           "{} "
           "within 31 bits",
@@ -95,7 +110,7 @@ class ChunkKV {
     const std::int64_t first = (p.sinks + p.chunk - 1) / p.chunk * p.chunk;
     const std::int64_t last = p.recent > 0 ? p.recent + p.chunk - 1 : 0;
     if (p.budget < 1 || p.budget < first + last) {
-      detail::throw_invalid_argument(
+      throw_invalid_argument(
           "kvtrim::ChunkKV: budget {} must be at least 1, and at least {}: sinks {} and recent {} "
           "in "
           "whole chunks of {}",
@@ -105,15 +120,14 @@ class ChunkKV {
           p.recent,
           p.chunk);
     }
-    detail::ChunkedMethod<Scores>::check(p.scores);
-    if constexpr (std::is_same_v<Scores, WindowParams>) {
-      if (p.recent < p.scores.window) {
-        detail::throw_invalid_argument(
-            "kvtrim::ChunkKV: recent {} must be at least scores.window {}, whose rows have no "
-            "score",
-            p.recent,
-            p.scores.window);
-      }
+    p.scores.check("kvtrim::ChunkKV");
+    if (const std::int32_t unscored = detail::unscored_rows(p.scores); p.recent < unscored) {
+      throw_invalid_argument(
+          "kvtrim::ChunkKV: recent {} must be at least {}, as many rows as the scores leave "
+          "without "
+          "one",
+          p.recent,
+          unscored);
     }
   }
 

@@ -4,10 +4,10 @@
 // A row matters by what its value adds to the output, not by its attention alone. The first half of the budget still goes
 // by attention: a bound on the error needs the large probabilities kept.
 
-#include <kvtrim/detail/error.hpp>
+#include <kvtrim/core/error.hpp>
 #include <kvtrim/policy/ada_kv.hpp>
+#include <kvtrim/policy/decorators.hpp>
 #include <kvtrim/policy/policy.hpp>
-#include <kvtrim/score/output_norm_params.hpp>
 
 #include <concepts>
 #include <cstdint>
@@ -31,6 +31,11 @@ namespace kvtrim {
 /// is protected beyond the first stage stays protected
 template <class Inner>
 class CriticalKV {
+  static_assert(
+      RowPolicy<Inner>,
+      "kvtrim::CriticalKV: scores are rescaled row by row, so Inner must be a policy that "
+      "ranks rows: not one that keeps by position (Full, StreamingSink) or by page");
+
  public:
   /// Parameters.
   struct Params {
@@ -48,7 +53,7 @@ class CriticalKV {
   explicit constexpr CriticalKV(const Params& params) : params_(params), inner_(params.inner) {
     if (!(params.first_stage >= 0 && params.first_stage <= 1) ||
         !(params.epsilon >= 0 && params.epsilon <= 3e38F)) {
-      detail::throw_invalid_argument(
+      throw_invalid_argument(
           "kvtrim::CriticalKV: first_stage {} must be within 0 and 1, epsilon {} at least 0 and "
           "finite",
           params.first_stage,

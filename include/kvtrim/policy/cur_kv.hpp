@@ -1,29 +1,45 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <kvtrim/core/error.hpp>
 #include <kvtrim/policy/top_rows.hpp>
-#include <kvtrim/score/cur_params.hpp>
 
+#include <cstdint>
 #include <string_view>
 
 namespace kvtrim {
 
-/// CurKV's defaults.
-template <>
-struct Method<CurParams> {
+/// What of a row counts for CurKV.
+enum class CurForm : std::uint8_t {
+  product,  ///< share of the keys times share of the values
+  average,  ///< mean of both shares
+  keys,     ///< share of the keys alone
+  values,   ///< share of the values alone
+};
+
+/// Parameters of `CurScorer`.
+///
+/// \par Source
+/// Sengupta et al., 2025, arXiv:2509.15038; values as kvpress
+struct CurParams {
   static constexpr std::string_view name = "curkv";
   static constexpr std::string_view title = "kvtrim::CurKV";
-  static constexpr int sinks = 4;
-  static constexpr int recent = 0;
-  static constexpr void check(const CurParams& p) {
-    if (p.window < 0) {
-      detail::throw_invalid_argument("{}: scores.window {} must be at least 0", title, p.window);
+  static constexpr Protection protects{4, 0};
+
+  std::int32_t window = 16;         ///< rows among which squared norms are shares; 0: all rows
+  CurForm form = CurForm::product;  ///< which shares
+
+  /// \throws std::invalid_argument if the window is negative or the form is none of `CurForm`
+  constexpr void check(std::string_view who) const {
+    if (window < 0) {
+      throw_invalid_argument("{}: scores.window {} must be at least 0", who, window);
     }
-    if (p.form > CurForm::values) {
-      detail::throw_invalid_argument("{}: scores.form {} is none of CurForm", title, p.form);
+    if (form > CurForm::values) {
+      throw_invalid_argument("{}: scores.form {} is none of CurForm", who, form);
     }
   }
 };
+static_assert(ScoreParams<CurParams>);
 
 /// Keeps the rows whose keys and values weigh most among their neighbours. The first `sinks` rows always stay.
 ///

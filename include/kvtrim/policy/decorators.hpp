@@ -1,105 +1,122 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// A decorator changes the scores of a method and nothing else of it, so `TopRows` takes decorated scores as they are:
-// TopRows<PerLayer<KeyDiffParams>>.
+// A decorator changes the scores of a method and nothing else of it, and is itself parameters of a score: what takes
+// scores takes decorated ones, TopRows<PerLayer<KeyDiffParams>>.
 
-#include <kvtrim/policy/top_rows.hpp>
-#include <kvtrim/score/output_norm_params.hpp>
-#include <kvtrim/score/per_layer_params.hpp>
-#include <kvtrim/score/value_norm_params.hpp>
-#include <kvtrim/score/window_params.hpp>
+#include <kvtrim/policy/detail/joined_name.hpp>
+#include <kvtrim/policy/policy.hpp>
+#include <kvtrim/policy/window_params.hpp>
 
-#include <array>
-#include <cstddef>
 #include <cstdint>
 #include <string_view>
 
 namespace kvtrim {
 
 namespace detail {
-
-/// Two names, one after the other.
-template <const std::string_view& First, const std::string_view& Second>
-struct JoinedName {
-  static constexpr auto text = [] {
-    std::array<char, First.size() + Second.size()> out{};
-    for (std::size_t i = 0; i < First.size(); ++i) { out[i] = First[i]; }
-    for (std::size_t i = 0; i < Second.size(); ++i) { out[First.size() + i] = Second[i]; }
-    return out;
-  }();
-  static constexpr std::string_view value{text.data(), text.size()};
-};
-
-/// `Method` of a decorator: what it decorates, under a longer name, with both parts checked.
-template <template <class> class Decorator,
-          class Scores,
-          const std::string_view& NamePrefix,
-          const std::string_view& TitlePrefix>
-struct DecoratedMethod : Method<Scores> {
-  static constexpr std::string_view name = JoinedName<NamePrefix, Method<Scores>::name>::value;
-  static constexpr std::string_view title = JoinedName<TitlePrefix, Method<Scores>::title>::value;
-  static constexpr void check(const Decorator<Scores>& p) {
-    p.check(title);
-    Method<Scores>::check(p.scores);
-  }
-  static constexpr std::int64_t window(const Decorator<Scores>& p) noexcept
-    requires requires { Method<Scores>::window(p.scores); }
-  {
-    return Method<Scores>::window(p.scores);
-  }
-};
-
 inline constexpr std::string_view per_layer_name = "per_layer_";
 inline constexpr std::string_view per_layer_title = "kvtrim::PerLayer of ";
 inline constexpr std::string_view value_norm_name = "value_norm_";
 inline constexpr std::string_view value_norm_title = "kvtrim::ValueNorm of ";
 inline constexpr std::string_view output_norm_name = "output_norm_";
 inline constexpr std::string_view output_norm_title = "kvtrim::OutputNorm of ";
-
 }  // namespace detail
 
-/// SnapKV's scores, to be decorated: TopRows<ValueNorm<WindowParams>>. Undecorated they are `SnapKVSelector`.
+/// Makes the scores of a layer's KV heads one: all heads then keep the same rows.
 ///
+/// \tparam Scores  parameters of a score (`ScoreParams`)
 /// \par Source
-/// Li et al., 2024, arXiv:2404.14469
-template <>
-struct Method<WindowParams> {
-  static constexpr std::string_view name = "window";
-  static constexpr std::string_view title = "kvtrim::Window";
-  static constexpr int sinks = 0;
-  static constexpr int recent = WindowParams{}.window;
-  static constexpr void check(const WindowParams& p) { p.check(title); }
-  static constexpr std::int64_t window(const WindowParams& p) noexcept {
-    return p.own_columns ? 0 : p.window;
+/// Oren et al., 2024, arXiv:2401.06104 (TOVA), which averages over all heads; as a decorator: own
+template <class Scores>
+struct PerLayer {
+  static_assert(
+      ScoreParams<Scores>,
+      "kvtrim::PerLayer: Scores must be parameters of a score with the members name, title, "
+      "protects and check(who), as kvtrim::KeyNormParams has them");
+  static constexpr std::string_view name =
+      detail::JoinedName<detail::per_layer_name, Scores::name>::value;
+  static constexpr std::string_view title =
+      detail::JoinedName<detail::per_layer_title, Scores::title>::value;
+  static constexpr Protection protects = Scores::protects;
+
+  Scores scores{};                    ///< of one KV head
+  Reduction heads = Reduction::mean;  ///< over the KV heads
+
+  /// \throws std::invalid_argument if a parameter of the scores is out of range
+  constexpr void check(std::string_view who) const { scores.check(who); }
+  /// As the scores.
+  [[nodiscard]] constexpr std::int32_t unscored() const noexcept {
+    return detail::unscored_rows(scores);
   }
 };
 
-/// A method with one set of rows a layer.
+/// Rescales a score by the length of the row's value.
 ///
+/// \tparam Scores  parameters of a score (`ScoreParams`)
 /// \par Source
-/// as `PerLayer`
+/// Devoto et al., 2025, arXiv:2510.00636 (ExpectedAttention's rescale); as a decorator: own
 template <class Scores>
-struct Method<PerLayer<Scores>>
-    : detail::DecoratedMethod<PerLayer, Scores, detail::per_layer_name, detail::per_layer_title> {};
+struct ValueNorm {
+  static_assert(
+      ScoreParams<Scores>,
+      "kvtrim::ValueNorm: Scores must be parameters of a score with the members name, title, "
+      "protects and check(who), as kvtrim::KeyNormParams has them");
+  static constexpr std::string_view name =
+      detail::JoinedName<detail::value_norm_name, Scores::name>::value;
+  static constexpr std::string_view title =
+      detail::JoinedName<detail::value_norm_title, Scores::title>::value;
+  static constexpr Protection protects = Scores::protects;
 
-/// A method whose scores are rescaled by the values' lengths.
-///
-/// \par Source
-/// as `ValueNorm`
-template <class Scores>
-struct Method<ValueNorm<Scores>>
-    : detail::
-          DecoratedMethod<ValueNorm, Scores, detail::value_norm_name, detail::value_norm_title> {};
+  Scores scores{};  ///< what is rescaled
+  float epsilon =
+      0;  ///< added to the score first: how much the value counts where the score says nothing
 
-/// A method whose scores are rescaled by what the values are worth after the output projection.
-///
-/// \par Source
-/// as `OutputNorm`
-template <class Scores>
-struct Method<OutputNorm<Scores>>
-    : detail::
-          DecoratedMethod<OutputNorm, Scores, detail::output_norm_name, detail::output_norm_title> {
+  /// \throws std::invalid_argument if epsilon is negative or not finite, or a parameter of the scores out of range
+  constexpr void check(std::string_view who) const {
+    detail::check_epsilon(who, epsilon);
+    scores.check(who);
+  }
+  /// As the scores.
+  [[nodiscard]] constexpr std::int32_t unscored() const noexcept {
+    return detail::unscored_rows(scores);
+  }
 };
+
+/// Rescales a score by what the row's value is worth after the attention's output projection.
+///
+/// \tparam Scores  parameters of a score (`ScoreParams`)
+/// \par Source
+/// Feng et al., 2025, arXiv:2502.03805 (CriticalKV), its second stage
+template <class Scores>
+struct OutputNorm {
+  static_assert(
+      ScoreParams<Scores>,
+      "kvtrim::OutputNorm: Scores must be parameters of a score with the members name, title, "
+      "protects and check(who), as kvtrim::KeyNormParams has them");
+  static constexpr std::string_view name =
+      detail::JoinedName<detail::output_norm_name, Scores::name>::value;
+  static constexpr std::string_view title =
+      detail::JoinedName<detail::output_norm_title, Scores::title>::value;
+  static constexpr Protection protects = Scores::protects;
+
+  Scores scores{};        ///< what is rescaled
+  float epsilon = 1e-4F;  ///< added to the score first
+
+  /// \throws std::invalid_argument if epsilon is negative or not finite, or a parameter of the scores out of range
+  constexpr void check(std::string_view who) const {
+    detail::check_epsilon(who, epsilon);
+    scores.check(who);
+  }
+  /// As the scores.
+  [[nodiscard]] constexpr std::int32_t unscored() const noexcept {
+    return detail::unscored_rows(scores);
+  }
+};
+
+/// Parameters of `OutputNormFactor`: none.
+///
+/// \par Source
+/// Feng et al., 2025, arXiv:2502.03805
+struct OutputNormFactorParams {};
 
 }  // namespace kvtrim

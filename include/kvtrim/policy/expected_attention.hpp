@@ -1,50 +1,63 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <kvtrim/core/error.hpp>
+#include <kvtrim/core/rope.hpp>
 #include <kvtrim/policy/top_rows.hpp>
-#include <kvtrim/score/expected_attention_params.hpp>
 
+#include <cstdint>
+#include <limits>
 #include <string_view>
 
 namespace kvtrim {
 
-/// ExpectedAttention's defaults.
-template <>
-struct Method<ExpectedAttentionParams> {
+/// Parameters of `ExpectedAttentionScorer`.
+///
+/// \par Source
+/// Devoto et al., 2025, arXiv:2510.00636; sizes and epsilon as kvpress's press (its benchmark adds epsilon 0.01)
+struct ExpectedAttentionParams {
   static constexpr std::string_view name = "expected_attention";
   static constexpr std::string_view title = "kvtrim::ExpectedAttention";
-  static constexpr int sinks = 4;
-  static constexpr int recent = 0;
-  static constexpr void check(const ExpectedAttentionParams& p) {
-    if (p.sinks < 0 || p.future < 1) {
-      detail::throw_invalid_argument(
-          "{}: scores.sinks {} must be at least 0, scores.future {} at least 1",
-          title,
-          p.sinks,
-          p.future);
+  static constexpr Protection protects{4, 0};
+
+  std::int32_t sinks = 4;     ///< first rows: they take no part in the softmax; protect them
+  std::int32_t future = 512;  ///< positions of the queries to come, counted from the next one
+  float epsilon = 0;          ///< added to the expected attention before it meets the value's norm
+  bool covariance = true;     ///< use the queries' covariance, not their mean alone
+  bool value_norm = true;     ///< times the Euclidean norm of the value
+  float scale = 0;            ///< factor of the logits; 0: 1 / sqrt(head_dim)
+  Rope rope{};                ///< of the model; its frequencies must outlive what is made of this.
+                              ///< Zero frequencies: a model without rotation
+
+  /// \throws std::invalid_argument if a size, epsilon or scale is out of range or not finite, or the rotation is not one of
+  ///   fixed frequencies
+  constexpr void check(std::string_view who) const {
+    constexpr float most = std::numeric_limits<float>::max();
+    if (sinks < 0 || future < 1) {
+      throw_invalid_argument("{}: scores.sinks {} must be at least 0, scores.future {} at least 1",
+                             who,
+                             sinks,
+                             future);
     }
-    if (!(p.epsilon >= 0 && p.epsilon <= most) || !(p.scale >= 0 && p.scale <= most)) {
-      detail::throw_invalid_argument(
+    if (!(epsilon >= 0 && epsilon <= most) || !(scale >= 0 && scale <= most)) {
+      throw_invalid_argument(
           "{}: scores.epsilon {} and scores.scale {} must be finite and at least 0",
-          title,
-          p.epsilon,
-          p.scale);
+          who,
+          epsilon,
+          scale);
     }
-    if (p.rope.kind != RopeKind::standard || p.rope.dim < 0 || p.rope.dim % 2 != 0 ||
-        p.rope.offset < 0) {
-      detail::throw_invalid_argument(
+    if (rope.kind != RopeKind::standard || rope.dim < 0 || rope.dim % 2 != 0 || rope.offset < 0) {
+      throw_invalid_argument(
           "{}: scores.rope.kind {} must be 0 (fixed frequencies), scores.rope.dim {} even and at "
           "least 0, scores.rope.offset {} at least 0",
-          title,
-          p.rope.kind,
-          p.rope.dim,
-          p.rope.offset);
+          who,
+          rope.kind,
+          rope.dim,
+          rope.offset);
     }
   }
-
- private:
-  static constexpr float most = std::numeric_limits<float>::max();
 };
+static_assert(ScoreParams<ExpectedAttentionParams>);
 
 /// Keeps the rows that queries to come are expected to attend to, weighted by the norm of their values.
 ///

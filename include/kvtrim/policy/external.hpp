@@ -2,21 +2,24 @@
 #pragma once
 
 #include <kvtrim/policy/top_rows.hpp>
-#include <kvtrim/score/external_params.hpp>
 
 #include <string_view>
 
 namespace kvtrim {
 
-/// External's defaults.
-template <>
-struct Method<ExternalParams> {
+/// Parameters of `ExternalScorer`: none.
+///
+/// \par Source
+/// none: the scores are the caller's
+struct ExternalParams {
   static constexpr std::string_view name = "external";
   static constexpr std::string_view title = "kvtrim::External";
-  static constexpr int sinks = 0;
-  static constexpr int recent = 0;
-  static constexpr void check(const ExternalParams&) noexcept {}
+  static constexpr Protection protects{0, 0};
+
+  /// Nothing to check.
+  constexpr void check(std::string_view) const noexcept {}
 };
+static_assert(ScoreParams<ExternalParams>);
 
 /// Keeps the rows that the caller scored highest: any fp32 number a row, in `Observation::scores`.
 ///

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <kvtrim/detail/error.hpp>
+#include <kvtrim/core/error.hpp>
+#include <kvtrim/policy/accumulate_params.hpp>
 #include <kvtrim/policy/policy.hpp>
-#include <kvtrim/score/accumulate_params.hpp>
 
 #include <algorithm>
 #include <cstdint>
@@ -61,7 +61,7 @@ class HeavyHitter {
     if (p.heavy < 0 || p.recent < 0 || p.sinks < 0 || p.grace < 0 || p.heavy > most ||
         p.recent > most || p.sinks > most || p.grace > most ||
         p.heavy + p.recent + p.sinks > most) {
-      detail::throw_invalid_argument(
+      throw_invalid_argument(
           "kvtrim::HeavyHitter: heavy {}, recent {}, sinks {} and grace {} must be at least 0 and "
           "their sum within 31 bits",
           p.heavy,
@@ -70,31 +70,29 @@ class HeavyHitter {
           p.grace);
     }
     if (p.heavy + p.recent + p.sinks < 1) {
-      detail::throw_invalid_argument("kvtrim::HeavyHitter: a budget of 0 rows keeps nothing");
+      throw_invalid_argument("kvtrim::HeavyHitter: a budget of 0 rows keeps nothing");
     }
     if (p.mode == HeavyMode::greedy && p.recent != 0) {
-      detail::throw_invalid_argument("kvtrim::HeavyHitter: greedy has no window, but recent is {}",
-                                     p.recent);
+      throw_invalid_argument("kvtrim::HeavyHitter: greedy has no window, but recent is {}",
+                             p.recent);
     }
     if (p.mode != HeavyMode::greedy && p.recent == 0 && p.grace == 0) {
-      detail::throw_invalid_argument(
+      throw_invalid_argument(
           "kvtrim::HeavyHitter: with recent 0 and grace 0 each new row has score 0 and goes first; "
           "give one of them, or use greedy");
     }
     if (p.sinks + std::max(p.recent, p.grace) > p.sinks + p.heavy + p.recent) {
-      detail::throw_invalid_argument(
+      throw_invalid_argument(
           "kvtrim::HeavyHitter: budget {} is below the protected rows: sinks {} + grace {}",
           p.heavy + p.recent + p.sinks,
           p.sinks,
           p.grace);
     }
     if (p.interval < 1 || p.interval > most) {
-      detail::throw_invalid_argument("kvtrim::HeavyHitter: interval {} is not within 1 and 2^31",
-                                     p.interval);
+      throw_invalid_argument("kvtrim::HeavyHitter: interval {} is not within 1 and 2^31",
+                             p.interval);
     }
-    if (!(p.decay > 0 && p.decay <= 1)) {
-      detail::throw_invalid_argument("kvtrim::HeavyHitter: decay {} is not within (0, 1]", p.decay);
-    }
+    scorer().check("kvtrim::HeavyHitter");
   }
 
   /// What it was made of.

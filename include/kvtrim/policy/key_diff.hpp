@@ -2,21 +2,24 @@
 #pragma once
 
 #include <kvtrim/policy/top_rows.hpp>
-#include <kvtrim/score/key_diff_params.hpp>
 
 #include <string_view>
 
 namespace kvtrim {
 
-/// KeyDiff's defaults.
-template <>
-struct Method<KeyDiffParams> {
+/// Parameters of `KeyDiffScorer`: none.
+///
+/// \par Source
+/// Park et al., 2025, arXiv:2504.15364
+struct KeyDiffParams {
   static constexpr std::string_view name = "keydiff";
   static constexpr std::string_view title = "kvtrim::KeyDiff";
-  static constexpr int sinks = 0;
-  static constexpr int recent = 0;
-  static constexpr void check(const KeyDiffParams&) noexcept {}
+  static constexpr Protection protects{0, 0};
+
+  /// Nothing to check.
+  constexpr void check(std::string_view) const noexcept {}
 };
+static_assert(ScoreParams<KeyDiffParams>);
 
 /// Keeps the rows whose keys point elsewhere than the mean key of their KV head.
 ///

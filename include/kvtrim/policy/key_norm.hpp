@@ -2,21 +2,24 @@
 #pragma once
 
 #include <kvtrim/policy/top_rows.hpp>
-#include <kvtrim/score/key_norm_params.hpp>
 
 #include <string_view>
 
 namespace kvtrim {
 
-/// KeyNorm's defaults.
-template <>
-struct Method<KeyNormParams> {
+/// Parameters of `KeyNormScorer`: none.
+///
+/// \par Source
+/// Devoto et al., 2024, arXiv:2406.11430
+struct KeyNormParams {
   static constexpr std::string_view name = "knorm";
   static constexpr std::string_view title = "kvtrim::KeyNorm";
-  static constexpr int sinks = 0;
-  static constexpr int recent = 0;
-  static constexpr void check(const KeyNormParams&) noexcept {}
+  static constexpr Protection protects{0, 0};
+
+  /// Nothing to check.
+  constexpr void check(std::string_view) const noexcept {}
 };
+static_assert(ScoreParams<KeyNormParams>);
 
 /// Keeps the rows with the shortest keys of their KV head.
 ///

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <kvtrim/detail/error.hpp>
+// The policy must protect exactly the rows that the scorer does not score, so both cut the rows by one function.
+
+#include <kvtrim/cache/sequence_state.hpp>
+#include <kvtrim/core/error.hpp>
 #include <kvtrim/policy/policy.hpp>
-#include <kvtrim/score/lag_kv_params.hpp>
 
 #include <algorithm>
 #include <cstdint>
@@ -11,6 +13,72 @@
 #include <string_view>
 
 namespace kvtrim {
+
+/// Parameters of `LagKVScorer`.
+///
+/// \par Source
+/// Liang et al., 2025, arXiv:2504.04704; sizes as kvpress
+struct LagKVParams {
+  static constexpr std::string_view name = "lag";
+  static constexpr std::string_view title = "kvtrim::Lag";
+  static constexpr Protection protects{4, 2 * 128 - 1};
+
+  std::int32_t sinks = 4;      ///< first rows, in no partition
+  std::int32_t lag = 128;      ///< rows of a partition; each is scored by the one behind it
+  bool cross_scoring = false;  ///< compare rows of different partitions by their scores, not ranks
+  bool judged_once = false;    ///< rows before the last eviction's last partition are left alone
+
+  /// \throws std::invalid_argument if lag is below 1 or beyond 2^30, or sinks are negative
+  constexpr void check(std::string_view who) const {
+    if (lag < 1 || lag > 1 << 30 || sinks < 0) {
+      throw_invalid_argument(
+          "{}: scores.lag {} must be at least 1 and at most 2^30, scores.sinks {} at least 0",
+          who,
+          lag,
+          sinks);
+    }
+  }
+  /// The last partition and the remainder have nothing behind them.
+  [[nodiscard]] constexpr std::int32_t unscored() const noexcept { return 2 * lag - 1; }
+};
+static_assert(ScoreParams<LagKVParams>);
+
+/// How rows are cut, by ranks in position order: `begin` rows are in no partition, then `partitions` full ones follow,
+/// then a remainder. All but the last partition are scored.
+struct LagLayout {
+  std::int32_t begin = 0;       ///< sinks, or the rows that were judged
+  std::int32_t partitions = 0;  ///< full partitions behind them
+
+  /// Rows that are scored.
+  [[nodiscard]] constexpr std::int32_t scored(std::int32_t lag) const noexcept {
+    return partitions < 2 ? 0 : (partitions - 1) * lag;
+  }
+};
+
+/// Cuts `live` rows of a table in `state`.
+///
+/// With `judged_once` the borders are those of the whole sequence, sinks + k * lag: what was scored at the last
+/// eviction is counted from the rows that it left and the positions since then.
+///
+/// \par Complexity
+/// O(1)
+[[nodiscard]] constexpr LagLayout lag_layout(const LagKVParams& params,
+                                             const SequenceState& state,
+                                             std::int32_t live) noexcept {
+  const std::int32_t lag = params.lag;
+  LagLayout layout{std::min(params.sinks, live), 0};
+  if (params.judged_once && state.rows_at_eviction > 0) {
+    const std::int64_t next = state.next_position - (live - state.rows_at_eviction);  // of then
+    if (next - params.sinks >= 2 * static_cast<std::int64_t>(lag)) {
+      const std::int64_t border = params.sinks + lag * ((next - params.sinks) / lag - 1);
+      const std::int64_t judged = state.rows_at_eviction - (next - border);
+      layout.begin =
+          static_cast<std::int32_t>(std::clamp<std::int64_t>(judged, layout.begin, live));
+    }
+  }
+  layout.partitions = (live - layout.begin) / lag;
+  return layout;
+}
 
 /// Keeps the rows whose channels stand out against the rows behind them; the last `lag` to 2 * lag - 1 rows and the
 /// first `sinks` always stay.
@@ -53,14 +121,14 @@ class LagKV {
     constexpr std::int64_t most = std::numeric_limits<std::int32_t>::max();
     const Params& p = params_;
     if (p.lag < 1 || p.sinks < 0 || p.lag > most || p.sinks > most || p.budget > most) {
-      detail::throw_invalid_argument(
+      throw_invalid_argument(
           "kvtrim::LagKV: lag {} must be at least 1, sinks {} at least 0, budget {} within 31 bits",
           p.lag,
           p.sinks,
           p.budget);
     }
     if (p.budget < 1 || p.budget < p.sinks) {
-      detail::throw_invalid_argument(
+      throw_invalid_argument(
           "kvtrim::LagKV: budget {} must be at least 1, and at least sinks {}", p.budget, p.sinks);
     }
   }
@@ -127,7 +195,7 @@ class RecursiveLagKV {
     const Params& p = params_;
     if (p.lag < 1 || p.sinks < 0 || p.keep < 0 || p.keep > p.lag || p.lag > most ||
         p.sinks > most) {
-      detail::throw_invalid_argument(
+      throw_invalid_argument(
           "kvtrim::RecursiveLagKV: lag {} must be at least 1, keep {} between 0 and lag, sinks {} "
           "at least 0, all within 31 bits",
           p.lag,

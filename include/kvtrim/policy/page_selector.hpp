@@ -5,12 +5,10 @@
 // for all layers, and the pages are free the moment the table is written.
 
 #include <kvtrim/cache/cache_view.hpp>
-#include <kvtrim/detail/check_scores.hpp>
-#include <kvtrim/detail/error.hpp>
+#include <kvtrim/core/error.hpp>
+#include <kvtrim/policy/external.hpp>
 #include <kvtrim/policy/policy.hpp>
-#include <kvtrim/score/external_params.hpp>
-#include <kvtrim/score/page_scores.hpp>
-#include <kvtrim/score/window_params.hpp>
+#include <kvtrim/policy/window_params.hpp>
 
 #include <algorithm>
 #include <concepts>
@@ -19,6 +17,28 @@
 #include <string_view>
 
 namespace kvtrim {
+
+/// How the scores of a page's rows become one number.
+enum class PageReduction : std::uint8_t {
+  max,    ///< its best row
+  mean,   ///< all its rows
+  top_m,  ///< the mean of its m best rows
+};
+
+/// What makes heads comparable before their page scores are added.
+enum class HeadNorm : std::uint8_t {
+  none,  ///< as they are
+  sum,   ///< divided by the sum of the magnitudes of the head's scores
+};
+
+/// Parameters of `page_scores`.
+struct PageScoreParams {
+  HeadNorm norm = HeadNorm::sum;                 ///< per KV head
+  PageReduction reduction = PageReduction::max;  ///< over a page's rows
+  std::int32_t top_m = 4;                        ///< rows of `top_m`
+  Reduction heads =
+      Reduction::sum;  ///< over KV heads (and layers) that share a page set; mean = sum
+};
 
 /// Who shares one set of pages. Never finer than what a page table serves.
 enum class PageUnit : std::uint8_t {
@@ -50,7 +70,7 @@ inline constexpr WindowParams default_page_scores<WindowParams> = page_window_sc
 /// many whole pages are kept as fit: never more rows than the budget, at most page_size - 1 fewer. While a sequence is
 /// generated the same call drops the worst page each time the budget is exceeded, every page_size steps.
 ///
-/// \tparam TokenScores  parameters of the token scorer (`WindowParams`, `KeyDiffParams`, `AccumulateParams`), or a Scorer
+/// \tparam TokenScores  parameters of the token's score (`ScoreParams`)
 /// \par Ties
 /// the lower page is kept. NaN: counts as the lowest score inside a page (`page_scores`), and is counted in the report
 /// \par Complexity
@@ -59,6 +79,10 @@ inline constexpr WindowParams default_page_scores<WindowParams> = page_window_sc
 /// own; the measurements that chose the defaults are in bench/README.md
 template <class TokenScores = WindowParams>
 class PageSelector {
+  static_assert(ScoreParams<TokenScores>,
+                "kvtrim::PageSelector: TokenScores must be parameters of a score with the members "
+                "name, title, protects and check(who), as kvtrim::KeyNormParams has them");
+
  public:
   /// Parameters.
   struct Params {
@@ -76,13 +100,13 @@ class PageSelector {
   constexpr PageSelector() : PageSelector(Params{}) {}
 
   /// \throws std::invalid_argument if a size is negative or beyond 31 bits, the budget is below sinks + window, top_m is
-  ///   below 1, or the scorer's window is below 1 or its kernel not odd
+  ///   below 1, or a parameter of the scores is out of range
   explicit constexpr PageSelector(const Params& params) : params_(params) {
     constexpr std::int64_t most = std::numeric_limits<std::int32_t>::max();
     const Params& p = params_;
     if (p.sinks < 0 || p.window < 0 || p.sinks > most || p.window > most || p.budget > most ||
         p.budget_pages < 0 || p.budget_pages > most) {
-      detail::throw_invalid_argument(
+      throw_invalid_argument(
           "kvtrim::PageSelector: sinks {}, window {} and budget_pages {} must be at least 0, "
           "budget {} within 31 bits",
           p.sinks,
@@ -91,16 +115,15 @@ class PageSelector {
           p.budget);
     }
     if (p.budget_pages == 0 && (p.budget < 1 || p.budget < p.sinks + p.window)) {
-      detail::throw_invalid_argument(
+      throw_invalid_argument(
           "kvtrim::PageSelector: budget {} must be at least 1, and at least sinks {} + window {}",
           p.budget,
           p.sinks,
           p.window);
     }
-    detail::check_scores("kvtrim::PageSelector", p.scores);
+    p.scores.check("kvtrim::PageSelector");
     if (p.pages.top_m < 1) {
-      detail::throw_invalid_argument("kvtrim::PageSelector: top_m {} must be at least 1",
-                                     p.pages.top_m);
+      throw_invalid_argument("kvtrim::PageSelector: top_m {} must be at least 1", p.pages.top_m);
     }
   }
 

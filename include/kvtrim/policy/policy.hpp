@@ -2,17 +2,19 @@
 #pragma once
 
 // A policy is a value: parameters and rules, no state of a sequence. What is new in a method is its scorer or its
-// demand; everything else (ties, protection, shared pages, moves, reports) is common to all.
+// demand; everything else (ties, protection, shared pages, moves, reports) is common to all. What a score has to say of
+// itself stands with its parameters, once, for all policies that can be made of it.
 
 #include <kvtrim/cache/sequence_state.hpp>
+#include <kvtrim/core/error.hpp>
+#include <kvtrim/core/removal.hpp>
 #include <kvtrim/core/status.hpp>
 #include <kvtrim/core/types.hpp>
-#include <kvtrim/evict/removal.hpp>
-#include <kvtrim/score/no_scores.hpp>
 #include <kvtrim/select/protection.hpp>
 
 #include <concepts>
 #include <cstdint>
+#include <limits>
 #include <string_view>
 #include <type_traits>
 
@@ -39,6 +41,36 @@ struct Demand {
   Status status = Status::ok;  ///< `chunk_too_long` where the demand cannot be met
 };
 
+/// Scorer parameters of policies that keep by position alone.
+///
+/// \par Source
+/// none
+struct NoScores {};
+
+/// Parameters of a score, and what every policy made of it must know: which rows it protects unless told otherwise, and
+/// which parameters are out of range.
+///
+/// | expression     | returns               | meaning                                                                    |
+/// |----------------|-----------------------|----------------------------------------------------------------------------|
+/// | `S::name`      | to `std::string_view` | short name, unique in the library                                          |
+/// | `S::title`     | to `std::string_view` | what error messages call `TopRows<S>`: "kvtrim::KeyNorm"                   |
+/// | `S::protects`  | to `Protection`       | default of the first and the last rows that always stay                    |
+/// | `s.check(who)` | `void`                | throws `std::invalid_argument` in the name of `who` if a parameter is out of range |
+/// | `s.unscored()` | to `std::int32_t`     | optional: last rows that have no score, so that a policy must protect them |
+///
+/// `check` is constexpr. `ScorerOf<S>`, or `S` itself if it satisfies `Scorer`, makes the scores.
+///
+/// \par Source
+/// own: each score's header names its paper
+template <class S>
+concept ScoreParams =
+    std::is_trivially_copyable_v<S> && requires(const S& s, std::string_view who) {
+      { S::name } -> std::convertible_to<std::string_view>;
+      { S::title } -> std::convertible_to<std::string_view>;
+      { S::protects } -> std::convertible_to<Protection>;
+      { s.check(who) } -> std::same_as<void>;
+    };
+
 /// A KV cache eviction policy.
 ///
 /// | expression     | returns              | meaning                                                                   |
@@ -61,7 +93,32 @@ concept Policy = std::is_trivially_copyable_v<P> && requires(const P& p, const D
   p.scorer();
 };
 
+/// A policy that ranks rows by their scores: what `AdaKV` and `CriticalKV` can be put around. Policies that keep by
+/// position have no scores, and those that choose pages rank no rows.
+template <class P>
+concept RowPolicy = Policy<P> && requires(const P& p) {
+  requires !std::is_same_v<std::remove_cvref_t<decltype(p.scorer())>, NoScores>;
+  requires !requires { p.page_scores(); };
+};
+
 namespace detail {
+
+/// Last rows that have no score.
+template <ScoreParams S>
+[[nodiscard]] constexpr std::int32_t unscored_rows(const S& scores) noexcept {
+  if constexpr (requires { scores.unscored(); }) {
+    return scores.unscored();
+  } else {
+    return 0;
+  }
+}
+
+constexpr void check_epsilon(std::string_view who, float epsilon) {
+  if (!(epsilon >= 0 && epsilon <= std::numeric_limits<float>::max())) {
+    throw_invalid_argument("{}: epsilon {} must be at least 0 and finite", who, epsilon);
+  }
+}
+
 struct PolicyArchetype {
   static constexpr std::string_view name = "archetype";
   [[nodiscard]] constexpr Demand demand(const DemandInput& in) const noexcept {

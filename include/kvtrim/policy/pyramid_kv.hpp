@@ -4,7 +4,7 @@
 // SnapKV's scores, a budget that falls from layer to layer. Layers of different lengths need their own page tables.
 
 #include <kvtrim/budget/pyramid.hpp>
-#include <kvtrim/detail/error.hpp>
+#include <kvtrim/core/error.hpp>
 #include <kvtrim/policy/policy.hpp>
 #include <kvtrim/policy/snapkv_selector.hpp>
 
@@ -44,10 +44,9 @@ class PyramidKV {
   explicit constexpr PyramidKV(const Params& params) : params_(params), snapkv_(params.snapkv) {
     constexpr std::int64_t most = std::numeric_limits<std::int32_t>::max();
     if (params.beta < 1 || params.beta > most || params.layers < 0 || params.layers > most) {
-      detail::throw_invalid_argument(
-          "kvtrim::PyramidKV: beta {} must be at least 1, layers {} at least 0",
-          params.beta,
-          params.layers);
+      throw_invalid_argument("kvtrim::PyramidKV: beta {} must be at least 1, layers {} at least 0",
+                             params.beta,
+                             params.layers);
     }
   }
 

@@ -2,21 +2,24 @@
 #pragma once
 
 #include <kvtrim/policy/top_rows.hpp>
-#include <kvtrim/score/q_filter_params.hpp>
 
 #include <string_view>
 
 namespace kvtrim {
 
-/// QFilter's defaults.
-template <>
-struct Method<QFilterParams> {
+/// Parameters of `QFilterScorer`: none; the filters come with the observation.
+///
+/// \par Source
+/// Godey et al., 2025, arXiv:2503.02812
+struct QFilterParams {
   static constexpr std::string_view name = "qfilter";
   static constexpr std::string_view title = "kvtrim::QFilter";
-  static constexpr int sinks = 0;
-  static constexpr int recent = 0;
-  static constexpr void check(const QFilterParams&) noexcept {}
+  static constexpr Protection protects{0, 0};
+
+  /// Nothing to check.
+  constexpr void check(std::string_view) const noexcept {}
 };
+static_assert(ScoreParams<QFilterParams>);
 
 /// Keeps the rows whose keys lie on the side that the queries of their KV head lean to, as calibrated filters say.
 ///

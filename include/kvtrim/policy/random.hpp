@@ -2,21 +2,27 @@
 #pragma once
 
 #include <kvtrim/policy/top_rows.hpp>
-#include <kvtrim/score/random_params.hpp>
 
+#include <cstdint>
 #include <string_view>
 
 namespace kvtrim {
 
-/// Random's defaults.
-template <>
-struct Method<RandomParams> {
+/// Parameters of `RandomScorer`.
+///
+/// \par Source
+/// none: a baseline
+struct RandomParams {
   static constexpr std::string_view name = "random";
   static constexpr std::string_view title = "kvtrim::Random";
-  static constexpr int sinks = 0;
-  static constexpr int recent = 0;
-  static constexpr void check(const RandomParams&) noexcept {}
+  static constexpr Protection protects{0, 0};
+
+  std::uint64_t seed = 0;  ///< another seed, another choice
+
+  /// Nothing to check.
+  constexpr void check(std::string_view) const noexcept {}
 };
+static_assert(ScoreParams<RandomParams>);
 
 /// Keeps rows by lot: what a method must beat.
 ///

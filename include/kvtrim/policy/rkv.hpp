@@ -1,40 +1,62 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <kvtrim/core/error.hpp>
 #include <kvtrim/policy/top_rows.hpp>
-#include <kvtrim/score/rkv_params.hpp>
 
+#include <cstdint>
 #include <string_view>
 
 namespace kvtrim {
 
-/// R-KV's defaults.
-template <>
-struct Method<RKVParams> {
+/// Where the maximum over the query heads of a KV head is taken.
+enum class RKVGroup : std::uint8_t {
+  probabilities,  ///< of each head's own softmax
+  logits,         ///< before one softmax, which a head with large logits decides alone
+};
+
+/// Parameters of `RKVScorer`.
+///
+/// \par Source
+/// Cai et al., 2025, arXiv:2505.24133
+struct RKVParams {
   static constexpr std::string_view name = "rkv";
   static constexpr std::string_view title = "kvtrim::RKV";
-  static constexpr int sinks = 0;
-  static constexpr int recent = RKVParams{}.window;
-  static constexpr void check(const RKVParams& p) {
-    if (p.window < 1 || p.kernel < 1 || p.kernel % 2 == 0) {
-      detail::throw_invalid_argument(
+  static constexpr Protection protects{0, 8};
+
+  std::int32_t window = 8;  ///< last rows, whose queries vote and which have no attention score
+  std::int32_t kernel = 7;  ///< max-pooling over neighbouring columns, odd
+  float lambda = 0.1F;      ///< weight of attention; 1 - lambda is that of redundancy
+  float threshold = 0.5F;   ///< cosine above which two keys are alike
+  RKVGroup group = RKVGroup::probabilities;  ///< where query heads meet
+
+  /// What the authors' code does where it differs from their paper: lambda 0.07, maximum over logits.
+  [[nodiscard]] static constexpr RKVParams authors_code() noexcept {
+    return {.lambda = 0.07F, .group = RKVGroup::logits};
+  }
+
+  /// \throws std::invalid_argument if the window is below 1, the kernel not odd, lambda or threshold not within 0 and 1, or
+  ///   the group is none of `RKVGroup`
+  constexpr void check(std::string_view who) const {
+    if (window < 1 || kernel < 1 || kernel % 2 == 0) {
+      throw_invalid_argument(
           "{}: scores.window {} must be at least 1, scores.kernel {} odd and at least 1",
-          title,
-          p.window,
-          p.kernel);
+          who,
+          window,
+          kernel);
     }
-    if (!(p.lambda >= 0 && p.lambda <= 1) || !(p.threshold >= 0 && p.threshold <= 1)) {
-      detail::throw_invalid_argument(
-          "{}: scores.lambda {} and scores.threshold {} must be between 0 and 1",
-          title,
-          p.lambda,
-          p.threshold);
+    if (!(lambda >= 0 && lambda <= 1) || !(threshold >= 0 && threshold <= 1)) {
+      throw_invalid_argument("{}: scores.lambda {} and scores.threshold {} must be between 0 and 1",
+                             who,
+                             lambda,
+                             threshold);
     }
-    if (p.group > RKVGroup::logits) {
-      detail::throw_invalid_argument("{}: scores.group {} is none of RKVGroup", title, p.group);
+    if (group > RKVGroup::logits) {
+      throw_invalid_argument("{}: scores.group {} is none of RKVGroup", who, group);
     }
   }
 };
+static_assert(ScoreParams<RKVParams>);
 
 /// Keeps the rows that the last queries attend to and that no other row repeats. The last `recent` rows always stay.
 ///

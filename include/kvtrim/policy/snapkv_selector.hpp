@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <kvtrim/detail/error.hpp>
+#include <kvtrim/core/error.hpp>
 #include <kvtrim/policy/policy.hpp>
-#include <kvtrim/score/window_params.hpp>
+#include <kvtrim/policy/window_params.hpp>
 
 #include <algorithm>
 #include <cstdint>
@@ -62,11 +62,11 @@ class SnapKVSelector {
     constexpr std::int64_t most = std::numeric_limits<std::int32_t>::max();
     const Params& p = params_;
     if (p.kernel < 1 || p.kernel % 2 == 0 || p.kernel > most) {
-      detail::throw_invalid_argument(
-          "kvtrim::SnapKVSelector: kernel must be odd and at least 1, not {}", p.kernel);
+      throw_invalid_argument("kvtrim::SnapKVSelector: kernel must be odd and at least 1, not {}",
+                             p.kernel);
     }
     if (p.window < 1 || p.sinks < 0 || p.window > most || p.sinks > most || p.budget > most) {
-      detail::throw_invalid_argument(
+      throw_invalid_argument(
           "kvtrim::SnapKVSelector: window {} must be at least 1, sinks {} at least 0, budget {} "
           "within 31 bits",
           p.window,
@@ -74,7 +74,7 @@ class SnapKVSelector {
           p.budget);
     }
     if (p.budget < p.window + p.sinks) {
-      detail::throw_invalid_argument(
+      throw_invalid_argument(
           "kvtrim::SnapKVSelector: budget {} must be at least window {} + sinks {}",
           p.budget,
           p.window,

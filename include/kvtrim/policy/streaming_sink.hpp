@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <kvtrim/detail/error.hpp>
+#include <kvtrim/core/error.hpp>
 #include <kvtrim/policy/policy.hpp>
 
 #include <algorithm>
@@ -53,22 +53,21 @@ class StreamingSink {
     constexpr std::int64_t most = std::numeric_limits<std::int32_t>::max();
     if (params_.sinks < 0 || params_.recent < 1 || params_.sinks > most || params_.recent > most ||
         params_.sinks + params_.recent > most) {
-      detail::throw_invalid_argument(
+      throw_invalid_argument(
           "kvtrim::StreamingSink: sinks {} must be at least 0, recent {} at least 1, and their sum "
           "within 31 bits",
           params_.sinks,
           params_.recent);
     }
     if (params_.capacity != 0 && params_.sinks >= params_.capacity) {
-      detail::throw_invalid_argument(
-          "kvtrim::StreamingSink: sinks {} must be below the capacity {}",
-          params_.sinks,
-          params_.capacity);
+      throw_invalid_argument("kvtrim::StreamingSink: sinks {} must be below the capacity {}",
+                             params_.sinks,
+                             params_.capacity);
     }
     if (params_.hard_budget != 0 && params_.hard_budget <= params_.sinks) {
-      detail::throw_invalid_argument("kvtrim::StreamingSink: hard_budget {} must be above sinks {}",
-                                     params_.hard_budget,
-                                     params_.sinks);
+      throw_invalid_argument("kvtrim::StreamingSink: hard_budget {} must be above sinks {}",
+                             params_.hard_budget,
+                             params_.sinks);
     }
     if (params_.capacity != 0) {
       params_.recent = std::min(params_.recent, params_.capacity - params_.sinks);

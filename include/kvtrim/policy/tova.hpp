@@ -2,22 +2,25 @@
 #pragma once
 
 #include <kvtrim/policy/top_rows.hpp>
-#include <kvtrim/score/tova_params.hpp>
 
 #include <cstdint>
 #include <string_view>
 
 namespace kvtrim {
 
-/// Tova's defaults.
-template <>
-struct Method<TovaParams> {
+/// Parameters of `TovaScorer`: none.
+///
+/// \par Source
+/// Oren et al., 2024, arXiv:2401.06104
+struct TovaParams {
   static constexpr std::string_view name = "tova";
   static constexpr std::string_view title = "kvtrim::Tova";
-  static constexpr int sinks = 0;
-  static constexpr int recent = 1;  // the token that is the last query's own
-  static constexpr void check(const TovaParams&) noexcept {}
+  static constexpr Protection protects{0, 1};  // the token that is the last query's own
+
+  /// Nothing to check.
+  constexpr void check(std::string_view) const noexcept {}
 };
+static_assert(ScoreParams<TovaParams>);
 
 /// Keeps the rows that the last query attends to, one set for all KV heads of a layer; the last row always stays.
 ///

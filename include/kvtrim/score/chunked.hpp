@@ -3,8 +3,9 @@
 
 // Chunks are cut by position, not by row: a row is in the same chunk after an eviction as before it.
 
-#include <kvtrim/detail/row_order.hpp>
-#include <kvtrim/score/chunked_params.hpp>
+#include <kvtrim/cache/row_order.hpp>
+#include <kvtrim/policy/chunk_kv.hpp>
+#include <kvtrim/score/detail/layer_rows.hpp>
 #include <kvtrim/score/scorer.hpp>
 
 #include <algorithm>
@@ -50,16 +51,9 @@ class ChunkedScorer {
   /// What the token score says; `bad_observation` where the KV heads of a layer hold different positions, for which
   /// there is no one set.
   [[nodiscard]] Status check(const CacheView& view, const Observation& obs) const noexcept {
-    for (std::int32_t s = 0; s < view.sequences; ++s) {
-      for (std::int32_t l = 0; l < view.layers; ++l) {
-        for (std::int32_t h = 1; h < view.kv_heads; ++h) {
-          if (!alike(view, SequenceId{s}, LayerId{l}, HeadId{h})) {
-            return Status::bad_observation;
-          }
-        }
-      }
-    }
-    return token_.check(view, obs);
+    const Status status = token_.check(view, obs);
+    return status != Status::ok || detail::heads_hold_same_rows(view) ? status
+                                                                      : Status::bad_observation;
   }
 
   /// Writes the score of each live row, the same for every `h`; a hole's is 0.
@@ -123,20 +117,6 @@ class ChunkedScorer {
     const auto unused = Layout::take(arena, rows);
     static_cast<void>(unused);
     return arena.bytes();
-  }
-
-  // Whether KV head h holds the positions of KV head 0, row by row.
-  static bool alike(const CacheView& view, SequenceId s, LayerId l, HeadId h) noexcept {
-    const HeadId first{0};
-    const std::int32_t live = view.live_rows(s, l, first);
-    const std::int32_t hole = view.state(s, l, first).append_row;
-    if (view.live_rows(s, l, h) != live || view.state(s, l, h).append_row != hole) { return false; }
-    if (!view.positions || view.positions.head_stride == 0) { return true; }
-    for (std::int32_t i = 0; i < live; ++i) {
-      const std::int32_t row = detail::row_of(i, hole);
-      if (view.position(s, l, h, row) != view.position(s, l, first, row)) { return false; }
-    }
-    return true;
   }
 
   Token token_;

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <kvtrim/detail/row_blocks.hpp>
-#include <kvtrim/detail/row_order.hpp>
-#include <kvtrim/score/cur_params.hpp>
+#include <kvtrim/cache/row_order.hpp>
+#include <kvtrim/policy/cur_kv.hpp>
+#include <kvtrim/score/detail/row_blocks.hpp>
 #include <kvtrim/score/scorer.hpp>
 
 #include <Eigen/Core>

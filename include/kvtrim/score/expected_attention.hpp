@@ -4,11 +4,11 @@
 // The queries to come are taken as normal: mean and covariance before RoPE, turned by the mean rotation of the next
 // positions. So a whole prompt votes at the price of two small matrices, and no query need be kept.
 
-#include <kvtrim/detail/key_tile.hpp>
-#include <kvtrim/detail/row_blocks.hpp>
-#include <kvtrim/detail/row_order.hpp>
-#include <kvtrim/detail/tile_product.hpp>
-#include <kvtrim/score/expected_attention_params.hpp>
+#include <kvtrim/cache/row_order.hpp>
+#include <kvtrim/observe/detail/key_tile.hpp>
+#include <kvtrim/observe/detail/tile_product.hpp>
+#include <kvtrim/policy/expected_attention.hpp>
+#include <kvtrim/score/detail/row_blocks.hpp>
 #include <kvtrim/score/scorer.hpp>
 
 #include <Eigen/Core>

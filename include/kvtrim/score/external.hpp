@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <kvtrim/score/external_params.hpp>
+#include <kvtrim/policy/external.hpp>
 #include <kvtrim/score/scorer.hpp>
 
 #include <span>

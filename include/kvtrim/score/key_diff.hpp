@@ -4,8 +4,8 @@
 // Keys that point where all the others point carry little of their own. No query is needed, so the score can be had
 // before a question is known.
 
-#include <kvtrim/detail/key_tile.hpp>
-#include <kvtrim/score/key_diff_params.hpp>
+#include <kvtrim/observe/detail/key_tile.hpp>
+#include <kvtrim/policy/key_diff.hpp>
 #include <kvtrim/score/scorer.hpp>
 
 #include <Eigen/Core>

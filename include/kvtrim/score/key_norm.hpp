@@ -3,8 +3,8 @@
 
 // RoPE turns a key and leaves its length, so rotated keys and keys before RoPE score alike.
 
-#include <kvtrim/detail/row_scores.hpp>
-#include <kvtrim/score/key_norm_params.hpp>
+#include <kvtrim/policy/key_norm.hpp>
+#include <kvtrim/score/detail/row_scores.hpp>
 #include <kvtrim/score/row_local.hpp>
 #include <kvtrim/score/scorer.hpp>
 

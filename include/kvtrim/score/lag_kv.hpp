@@ -4,10 +4,10 @@
 // What comes next normalises what came before: no query is needed. Keys and values are read twice, first for the
 // extremes of each partition, then for the scores, so that memory is that of the extremes.
 
+#include <kvtrim/cache/row_order.hpp>
 #include <kvtrim/core/order_key.hpp>
-#include <kvtrim/detail/row_blocks.hpp>
-#include <kvtrim/detail/row_order.hpp>
-#include <kvtrim/score/lag_kv_params.hpp>
+#include <kvtrim/policy/lag_kv.hpp>
+#include <kvtrim/score/detail/row_blocks.hpp>
 #include <kvtrim/score/scorer.hpp>
 
 #include <Eigen/Core>

@@ -4,11 +4,11 @@
 // What a row can change in the residual stream is bounded by its attention times |W_O v|, a query head each. No product
 // of size rows x hidden is ever stored: tiles of values meet blocks of columns of W_O, transposed into the scratch.
 
-#include <kvtrim/detail/key_tile.hpp>
-#include <kvtrim/detail/rescale.hpp>
-#include <kvtrim/detail/tile_product.hpp>
-#include <kvtrim/detail/value_view.hpp>
-#include <kvtrim/score/output_norm_params.hpp>
+#include <kvtrim/cache/cache_view.hpp>
+#include <kvtrim/observe/detail/key_tile.hpp>
+#include <kvtrim/observe/detail/tile_product.hpp>
+#include <kvtrim/policy/decorators.hpp>
+#include <kvtrim/score/detail/rescale.hpp>
 #include <kvtrim/score/scorer.hpp>
 
 #include <Eigen/Core>

@@ -6,7 +6,7 @@
 
 #include <kvtrim/cache/cache_view.hpp>
 #include <kvtrim/core/arena.hpp>
-#include <kvtrim/evict/plan_shape.hpp>
+#include <kvtrim/observe/plan_shape.hpp>
 #include <kvtrim/policy/page_selector.hpp>
 #include <kvtrim/score/external.hpp>
 #include <kvtrim/score/page_scores.hpp>

@@ -6,7 +6,7 @@
 
 #include <kvtrim/core/order_key.hpp>
 #include <kvtrim/core/types.hpp>
-#include <kvtrim/score/window_params.hpp>
+#include <kvtrim/policy/page_selector.hpp>
 
 #include <algorithm>
 #include <cmath>
@@ -16,28 +16,6 @@
 #include <span>
 
 namespace kvtrim {
-
-/// How the scores of a page's rows become one number.
-enum class PageReduction : std::uint8_t {
-  max,    ///< its best row
-  mean,   ///< all its rows
-  top_m,  ///< the mean of its m best rows
-};
-
-/// What makes heads comparable before their page scores are added.
-enum class HeadNorm : std::uint8_t {
-  none,  ///< as they are
-  sum,   ///< divided by the sum of the magnitudes of the head's scores
-};
-
-/// Parameters of `page_scores`.
-struct PageScoreParams {
-  HeadNorm norm = HeadNorm::sum;                 ///< per KV head
-  PageReduction reduction = PageReduction::max;  ///< over a page's rows
-  std::int32_t top_m = 4;                        ///< rows of `top_m`
-  Reduction heads =
-      Reduction::sum;  ///< over KV heads (and layers) that share a page set; mean = sum
-};
 
 /// Adds page scores of one KV head to those of the heads before it.
 ///
@@ -105,19 +83,5 @@ inline void page_scores(const PageScoreParams& params,
     pages[p] = static_cast<float>(score * norm);
   }
 }
-
-/// Page scores of a batch, as they are added up layer by layer: [sequences, page sets, pages].
-struct PageScoreArray {
-  float* data = nullptr;             ///< sequence 0, page set 0, page 0; null: none
-  std::int64_t sequence_stride = 0;  ///< floats between sequences
-  std::int64_t unit_stride = 0;      ///< floats between page sets of a sequence
-
-  /// Scores of one page set.
-  [[nodiscard]] std::span<float> of(SequenceId s,
-                                    std::int32_t unit,
-                                    std::int32_t pages) const noexcept {
-    return {data + raw(s) * sequence_stride + unit * unit_stride, static_cast<std::size_t>(pages)};
-  }
-};
 
 }  // namespace kvtrim

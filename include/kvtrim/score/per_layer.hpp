@@ -5,7 +5,8 @@
 // the sequence; that is checked, not assumed.
 
 #include <kvtrim/core/order_key.hpp>
-#include <kvtrim/score/per_layer_params.hpp>
+#include <kvtrim/policy/decorators.hpp>
+#include <kvtrim/score/detail/layer_rows.hpp>
 #include <kvtrim/score/scorer.hpp>
 
 #include <algorithm>
@@ -46,16 +47,7 @@ class PerLayerScorer {
   /// `bad_observation` where the scorer says so, or where the KV heads of a layer hold different tokens.
   [[nodiscard]] Status check(const CacheView& view, const Observation& obs) const noexcept {
     if (const Status status = inner_.check(view, obs); status != Status::ok) { return status; }
-    for (std::int32_t s = 0; s < view.sequences; ++s) {
-      for (std::int32_t l = 0; l < view.layers; ++l) {
-        for (std::int32_t h = 1; h < view.kv_heads; ++h) {
-          if (!same_rows(view, SequenceId{s}, LayerId{l}, HeadId{h})) {
-            return Status::bad_observation;
-          }
-        }
-      }
-    }
-    return Status::ok;
+    return detail::heads_hold_same_rows(view) ? Status::ok : Status::bad_observation;
   }
 
   /// Writes the score of each live row of the layer; a hole's is 0.
@@ -86,23 +78,6 @@ class PerLayerScorer {
     if (heads_ != Reduction::max) { return a + b; }
     if (is_nan(a) || is_nan(b)) { return std::numeric_limits<float>::quiet_NaN(); }
     return std::max(a, b);
-  }
-
-  // Whether head `h` holds the tokens of head 0, in the same rows.
-  static bool same_rows(const CacheView& view, SequenceId s, LayerId l, HeadId h) noexcept {
-    constexpr HeadId head0{0};
-    const std::int32_t live = view.live_rows(s, l, head0);
-    const std::int32_t hole = view.state(s, l, head0).append_row;
-    if (view.live_rows(s, l, h) != live || view.state(s, l, h).append_row != hole) { return false; }
-    if (!view.positions || view.positions.head_stride == 0) { return true; }
-    const std::int32_t extent = live + (hole >= 0 ? 1 : 0);
-    // A length beyond the table is for the plan to refuse; nothing may be read by it.
-    const std::int64_t room =
-        static_cast<std::int64_t>(view.table.capacity(s, l, h)) * view.page_size;
-    for (std::int32_t r = 0; r < std::min<std::int64_t>(extent, room); ++r) {
-      if (r != hole && view.position(s, l, h, r) != view.position(s, l, head0, r)) { return false; }
-    }
-    return true;
   }
 
   Inner inner_;

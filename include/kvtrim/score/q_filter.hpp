@@ -4,8 +4,8 @@
 // The queries of a head lean to one side of the space. Which side is known before any prompt: a filter, one vector a KV
 // head, from a calibration set (the authors publish some, by model).
 
-#include <kvtrim/detail/row_scores.hpp>
-#include <kvtrim/score/q_filter_params.hpp>
+#include <kvtrim/policy/q_filter.hpp>
+#include <kvtrim/score/detail/row_scores.hpp>
 #include <kvtrim/score/row_local.hpp>
 #include <kvtrim/score/scorer.hpp>
 

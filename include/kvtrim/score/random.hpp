@@ -4,7 +4,7 @@
 // No generator and no state: a score is a hash of what the row is, so that it does not change from step to step, with the
 // batch, or on another machine.
 
-#include <kvtrim/score/random_params.hpp>
+#include <kvtrim/policy/random.hpp>
 #include <kvtrim/score/row_local.hpp>
 #include <kvtrim/score/scorer.hpp>
 

@@ -4,11 +4,11 @@
 // Which keys say the same is a question about all pairs; the answer of a row is a sum, so the pairs are met tile by
 // tile and none of them is kept.
 
-#include <kvtrim/detail/key_tile.hpp>
-#include <kvtrim/detail/row_order.hpp>
-#include <kvtrim/detail/tile_product.hpp>
-#include <kvtrim/score/pooling.hpp>
-#include <kvtrim/score/rkv_params.hpp>
+#include <kvtrim/cache/row_order.hpp>
+#include <kvtrim/core/pooling.hpp>
+#include <kvtrim/observe/detail/key_tile.hpp>
+#include <kvtrim/observe/detail/tile_product.hpp>
+#include <kvtrim/policy/rkv.hpp>
 #include <kvtrim/score/scorer.hpp>
 
 #include <Eigen/Core>

@@ -5,7 +5,7 @@
 // and then moves with it. Not all scores are like that, and no trick makes them so: KeyDiff's mean key, a softmax's
 // denominator (SnapKV, TOVA) and ExpectedAttention's future positions change with every row, so they are made anew.
 
-#include <kvtrim/evict/plan_shape.hpp>
+#include <kvtrim/observe/plan_shape.hpp>
 #include <kvtrim/score/scorer.hpp>
 
 #include <algorithm>

@@ -6,8 +6,9 @@
 #include <kvtrim/cache/cache_view.hpp>
 #include <kvtrim/core/arena.hpp>
 #include <kvtrim/core/status.hpp>
-#include <kvtrim/score/no_scores.hpp>
-#include <kvtrim/score/observation.hpp>
+#include <kvtrim/observe/observation.hpp>
+#include <kvtrim/observe/plan_shape.hpp>
+#include <kvtrim/policy/policy.hpp>
 
 #include <concepts>
 #include <cstdint>
@@ -15,24 +16,6 @@
 #include <type_traits>
 
 namespace kvtrim {
-
-/// What the size of a workspace depends on. Every field is an upper bound, but `kv_heads`: fewer of them mean larger
-/// groups of query heads.
-struct PlanShape {
-  std::int32_t sequences = 1;            ///< sequences of the view
-  std::int32_t layers = 1;               ///< layers of the view
-  std::int32_t kv_heads = 1;             ///< KV heads
-  TableScope scope = TableScope::group;  ///< of the view
-  std::int32_t page_size = 1;            ///< rows a page
-  std::int32_t pages = 0;                ///< pages of the pool
-  std::int32_t max_rows = 0;             ///< rows of the longest table, padding and a hole included
-  std::int32_t query_heads = 0;          ///< query heads; 0: no queries
-  std::int32_t query_rows = 0;           ///< query rows of a sequence
-  std::int32_t head_dim = 0;             ///< of the keys
-  std::int32_t value_dim = 0;            ///< head dim of the values
-  std::int32_t hidden = 0;               ///< width of `Observation::output`; 0: none
-  std::int32_t workers = 1;              ///< of the executor
-};
 
 /// Scores the rows of one KV head; the lowest scores go first.
 ///

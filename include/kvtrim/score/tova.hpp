@@ -4,9 +4,9 @@
 // A window of one query whose own column is scored too, averaged over all heads of the layer. Every new query changes
 // every score: there is nothing to carry from step to step.
 
+#include <kvtrim/policy/tova.hpp>
 #include <kvtrim/score/per_layer.hpp>
 #include <kvtrim/score/scorer.hpp>
-#include <kvtrim/score/tova_params.hpp>
 #include <kvtrim/score/window.hpp>
 
 namespace kvtrim {

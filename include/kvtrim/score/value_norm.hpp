@@ -3,11 +3,11 @@
 
 // Attention says how much of a value is taken, the value's length how much there is to take.
 
-#include <kvtrim/detail/rescale.hpp>
-#include <kvtrim/detail/row_scores.hpp>
+#include <kvtrim/policy/decorators.hpp>
+#include <kvtrim/score/detail/rescale.hpp>
+#include <kvtrim/score/detail/row_scores.hpp>
 #include <kvtrim/score/row_local.hpp>
 #include <kvtrim/score/scorer.hpp>
-#include <kvtrim/score/value_norm_params.hpp>
 
 #include <cstddef>
 #include <cstdint>

@@ -5,13 +5,11 @@
 // multiplied; without it the exponentials of one KV head stay in the scratch (4 bytes a query and key) and are divided
 // when the sums are known: a second product costs twice the time. Over 400 lines: both forms share layout and reduction.
 
-#include <kvtrim/detail/key_tile.hpp>
-#include <kvtrim/detail/tile_product.hpp>
-#include <kvtrim/score/pooling.hpp>
+#include <kvtrim/core/pooling.hpp>
+#include <kvtrim/observe/detail/key_tile.hpp>
+#include <kvtrim/observe/detail/tile_product.hpp>
+#include <kvtrim/policy/window_params.hpp>
 #include <kvtrim/score/scorer.hpp>
-#include <kvtrim/score/window_params.hpp>
-
-#include <Eigen/Core>
 
 #include <algorithm>
 #include <cmath>
@@ -215,12 +213,12 @@ class WindowScorer {
   using Panel = Packet[detail::panel_packets];
   static void load(const float* from, Panel& to) noexcept {
     for (std::int32_t p = 0; p < detail::panel_packets; ++p) {
-      to[p] = Eigen::internal::pload<Packet>(from + p * detail::packet_floats);
+      to[p] = detail::pload<Packet>(from + p * detail::packet_floats);
     }
   }
   static void store(const Panel& from, float* to) noexcept {
     for (std::int32_t p = 0; p < detail::panel_packets; ++p) {
-      Eigen::internal::pstore(to + p * detail::packet_floats, from[p]);
+      detail::pstore(to + p * detail::packet_floats, from[p]);
     }
   }
 
@@ -232,15 +230,15 @@ class WindowScorer {
 
     // Probabilities of query q.
     void add(std::int32_t q, Panel& x) noexcept {
-      using namespace Eigen::internal;
       while (q >= head_end_) {
         close_head();
         head_end_ += votes_;
       }
       if (votes_seen_++ > 0) {
         for (std::int32_t p = 0; p < detail::panel_packets; ++p) {
-          const Packet before = pload<Packet>(rows_ + p * detail::packet_floats);
-          x[p] = params_.rows == Reduction::max ? pmax(before, x[p]) : padd(before, x[p]);
+          const Packet before = detail::pload<Packet>(rows_ + p * detail::packet_floats);
+          x[p] = params_.rows == Reduction::max ? detail::pmax(before, x[p])
+                                                : detail::padd(before, x[p]);
         }
       }
       store(x, rows_);
@@ -288,7 +286,6 @@ class WindowScorer {
                        std::int32_t votes,
                        std::int32_t group,
                        const Layout& mem) const noexcept {
-    using namespace Eigen::internal;
     const std::int32_t dim = view.k.head_dim;
     const std::int32_t used = group * votes;
     const detail::LogitScale scaled(detail::scale_of(block, dim), block.soft_cap);
@@ -299,10 +296,10 @@ class WindowScorer {
           const bool masked = needs_mask(mem, count, votes);
           for (std::int32_t row = 0; row < count; row += detail::panel_rows) {
             for_each_query(mem, dim, row, used, [&](std::int32_t q, float* values) {
-              const Packet lse = pset1<Packet>(mem.lse[index(q)]);
+              const Packet lse = detail::pset1<Packet>(mem.lse[index(q)]);
               Panel x;
               for (std::int32_t p = 0; p < detail::panel_packets; ++p) {
-                x[p] = pexp(psub(scaled(values + p * detail::packet_floats), lse));
+                x[p] = detail::pexp(detail::psub(scaled(values + p * detail::packet_floats), lse));
               }
               if (masked) {
                 store(x, values);
@@ -330,7 +327,6 @@ class WindowScorer {
                         std::int32_t votes,
                         std::int32_t group,
                         const Layout& mem) const noexcept {
-    using namespace Eigen::internal;
     const std::int32_t dim = view.k.head_dim;
     const std::int32_t used = group * votes;
     const detail::LogitScale scaled(detail::scale_of(block, dim), block.soft_cap);
@@ -368,19 +364,21 @@ class WindowScorer {
               }
               Packet highest = x[0];
               for (std::int32_t p = 1; p < detail::panel_packets; ++p) {
-                highest = pmax(highest, x[p]);
+                highest = detail::pmax(highest, x[p]);
               }
               // A new maximum is rare: what was summed shrinks, what was stored keeps its reference.
               float reference = mem.maxima[index(q)];
-              if (const float maximum = predux_max(highest); maximum > reference) {
+              if (const float maximum = detail::predux_max(highest); maximum > reference) {
                 const float shrink = std::exp(reference - maximum);
                 mem.sums[index(q)] *= static_cast<double>(shrink);
-                pstore(lanes_of(q), pmul(pload<Packet>(lanes_of(q)), pset1<Packet>(shrink)));
+                detail::pstore(lanes_of(q),
+                               detail::pmul(detail::pload<Packet>(lanes_of(q)),
+                                            detail::pset1<Packet>(shrink)));
                 mem.maxima[index(q)] = reference = maximum;
               }
               references_of(panel)[q] = reference;
               for (std::int32_t p = 0; p < detail::panel_packets; ++p) {
-                x[p] = pexp(psub(x[p], pset1<Packet>(reference)));
+                x[p] = detail::pexp(detail::psub(x[p], detail::pset1<Packet>(reference)));
               }
               float* const to = exponentials_of(panel, q);
               store(x, to);
@@ -388,15 +386,18 @@ class WindowScorer {
                 mask(to, mem, row, count, position, 0.0F);
                 load(to, x);
               }
-              Packet sum = pload<Packet>(lanes_of(q));
-              for (std::int32_t p = 0; p < detail::panel_packets; ++p) { sum = padd(sum, x[p]); }
-              pstore(lanes_of(q), sum);
+              Packet sum = detail::pload<Packet>(lanes_of(q));
+              for (std::int32_t p = 0; p < detail::panel_packets; ++p) {
+                sum = detail::padd(sum, x[p]);
+              }
+              detail::pstore(lanes_of(q), sum);
             });
           }
           // Short fp32 sums only.
           for (std::int32_t q = 0; q < used; ++q) {
-            mem.sums[index(q)] += static_cast<double>(predux(pload<Packet>(lanes_of(q))));
-            pstore(lanes_of(q), pset1<Packet>(0.0F));
+            mem.sums[index(q)] +=
+                static_cast<double>(detail::predux(detail::pload<Packet>(lanes_of(q))));
+            detail::pstore(lanes_of(q), detail::pset1<Packet>(0.0F));
           }
           // The rows that are not finite are known only while the tile is here.
           for (std::int32_t t = 0; t < count; ++t) {
@@ -421,7 +422,7 @@ class WindowScorer {
         Panel x;
         load(exponentials_of(panel, q), x);
         for (std::int32_t p = 0; p < detail::panel_packets; ++p) {
-          x[p] = pmul(x[p], pset1<Packet>(factor));
+          x[p] = detail::pmul(x[p], detail::pset1<Packet>(factor));
         }
         reduction.add(q, x);
       }

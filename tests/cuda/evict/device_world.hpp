@@ -5,7 +5,7 @@
 // with the same bytes.
 
 #include <kvtrim/cache/cache_view.hpp>
-#include <kvtrim/evict/plan_shape.hpp>
+#include <kvtrim/observe/plan_shape.hpp>
 
 #include "device_buffer.hpp"
 

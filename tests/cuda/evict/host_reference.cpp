@@ -2,7 +2,7 @@
 #include "cuda/evict/host_reference.hpp"
 
 #include <kvtrim/evict/planner.hpp>
-#include <kvtrim/score/accumulate.hpp>
+#include <kvtrim/score/accumulated.hpp>
 #include <kvtrim/score/external.hpp>
 #include <kvtrim/score/window.hpp>
 

@@ -5,12 +5,12 @@
 
 #include <kvtrim/cache/cache_view.hpp>
 #include <kvtrim/evict/plan.hpp>
-#include <kvtrim/evict/plan_shape.hpp>
+#include <kvtrim/observe/observation.hpp>
+#include <kvtrim/observe/plan_shape.hpp>
+#include <kvtrim/policy/external.hpp>
 #include <kvtrim/policy/heavy_hitter.hpp>
 #include <kvtrim/policy/snapkv_selector.hpp>
 #include <kvtrim/policy/streaming_sink.hpp>
-#include <kvtrim/score/external_params.hpp>
-#include <kvtrim/score/observation.hpp>
 
 #include <algorithm>
 #include <string_view>

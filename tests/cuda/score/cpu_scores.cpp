@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cpu_scores.hpp"
 
-#include <kvtrim/score/accumulate.hpp>
-#include <kvtrim/score/column_sums.hpp>
+#include <kvtrim/observe/accumulate.hpp>
+#include <kvtrim/observe/column_sums.hpp>
+#include <kvtrim/score/accumulated.hpp>
 #include <kvtrim/score/window.hpp>
 
 #include <cstddef>

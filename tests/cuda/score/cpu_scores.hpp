@@ -4,9 +4,9 @@
 // The CPU side of parity tests: Eigen stays behind these functions.
 
 #include <kvtrim/cache/cache_view.hpp>
-#include <kvtrim/score/accumulate_params.hpp>
-#include <kvtrim/score/observation.hpp>
-#include <kvtrim/score/window_params.hpp>
+#include <kvtrim/observe/observation.hpp>
+#include <kvtrim/policy/accumulate_params.hpp>
+#include <kvtrim/policy/window_params.hpp>
 
 #include <cstdint>
 #include <vector>

@@ -7,8 +7,8 @@
 #include "device_buffer.hpp"
 
 #include <kvtrim/cache/cache_view.hpp>
-#include <kvtrim/cuda/score/queries.cuh>
-#include <kvtrim/score/window_params.hpp>
+#include <kvtrim/cuda/observe/detail/queries.cuh>
+#include <kvtrim/policy/window_params.hpp>
 
 #include <algorithm>
 #include <array>

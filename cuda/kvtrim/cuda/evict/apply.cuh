@@ -12,7 +12,7 @@
 #include <kvtrim/cache/cache_view.hpp>
 #include <kvtrim/cache/move.hpp>
 #include <kvtrim/cuda/detail/device.hpp>
-#include <kvtrim/cuda/detail/row_plane.cuh>
+#include <kvtrim/cuda/evict/detail/row_plane.cuh>
 #include <kvtrim/cuda/evict/device_plan.cuh>
 #include <kvtrim/cuda/evict/plan.cuh>
 

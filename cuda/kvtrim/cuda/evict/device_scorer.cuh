@@ -4,12 +4,12 @@
 // What ranks the rows of a policy on the device: the counterpart of `ScorerOf`.
 
 #include <kvtrim/cuda/detail/device.hpp>
-#include <kvtrim/cuda/score/queries.cuh>
+#include <kvtrim/cuda/observe/detail/queries.cuh>
 #include <kvtrim/cuda/select/top_k.cuh>
-#include <kvtrim/score/accumulate_params.hpp>
-#include <kvtrim/score/external_params.hpp>
-#include <kvtrim/score/no_scores.hpp>
-#include <kvtrim/score/observation.hpp>
+#include <kvtrim/observe/observation.hpp>
+#include <kvtrim/policy/accumulate_params.hpp>
+#include <kvtrim/policy/external.hpp>
+#include <kvtrim/policy/policy.hpp>
 #include <kvtrim/score/scorer.hpp>
 
 #include <cstddef>

@@ -13,12 +13,12 @@
 
 #include <kvtrim/cache/cache_view.hpp>
 #include <kvtrim/cache/move.hpp>
+#include <kvtrim/core/removal.hpp>
 #include <kvtrim/cuda/detail/device.hpp>
-#include <kvtrim/cuda/detail/row_plane.cuh>
+#include <kvtrim/cuda/evict/detail/row_plane.cuh>
 #include <kvtrim/cuda/evict/device_plan.cuh>
 #include <kvtrim/cuda/evict/device_scorer.cuh>
 #include <kvtrim/cuda/select/top_k.cuh>
-#include <kvtrim/evict/removal.hpp>
 #include <kvtrim/policy/policy.hpp>
 #include <kvtrim/select/pages.hpp>
 #include <kvtrim/select/protection.hpp>

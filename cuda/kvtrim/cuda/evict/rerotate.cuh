@@ -7,7 +7,7 @@
 
 #include <kvtrim/cache/cache_view.hpp>
 #include <kvtrim/cuda/detail/device.hpp>
-#include <kvtrim/cuda/score/key_tiles.cuh>
+#include <kvtrim/cuda/observe/detail/key_tiles.cuh>
 #include <kvtrim/evict/rerotate.hpp>
 
 #include <cstddef>

@@ -6,7 +6,7 @@
 #include <kvtrim/cuda/detail/device.hpp>
 #include <kvtrim/cuda/evict/device_scorer.cuh>
 #include <kvtrim/cuda/score/window.cuh>
-#include <kvtrim/score/window_params.hpp>
+#include <kvtrim/policy/window_params.hpp>
 
 #include <cstddef>
 #include <cstdint>

@@ -6,8 +6,8 @@
 // order of the tiles, so that no result depends on how many blocks there are.
 
 #include <kvtrim/core/order_key.hpp>
-#include <kvtrim/cuda/score/instances.cuh>
-#include <kvtrim/score/window_params.hpp>
+#include <kvtrim/cuda/observe/detail/instances.cuh>
+#include <kvtrim/policy/window_params.hpp>
 
 #include <algorithm>
 #include <cstddef>

@@ -9,11 +9,11 @@
 // for another. Rows that are not in position order are always one block's: ranks are found by two more selections, over
 // the positions. Over 400 lines: both paths share the digits and the emission.
 
-#include <kvtrim/cache/plane.hpp>
 #include <kvtrim/core/order_key.hpp>
+#include <kvtrim/core/sequence_plane.hpp>
 #include <kvtrim/cuda/detail/device.hpp>
-#include <kvtrim/cuda/detail/radix.cuh>
 #include <kvtrim/cuda/detail/workspace.hpp>
+#include <kvtrim/cuda/select/detail/radix.cuh>
 
 #include <cstddef>
 #include <cstdint>

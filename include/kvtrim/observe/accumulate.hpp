@@ -1,0 +1,91 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// Accumulated attention lives in two sequence planes, a sum and its rounding error, that are forked, cut and moved with
+// the rows. Nothing here writes a page.
+
+#include <kvtrim/cache/cache_view.hpp>
+#include <kvtrim/core/compensated.hpp>
+#include <kvtrim/observe/detail/packet.hpp>
+#include <kvtrim/policy/accumulate_params.hpp>
+
+#include <algorithm>
+#include <cstdint>
+
+namespace kvtrim {
+
+/// Softmax probabilities of one query, as an engine has them: [query heads of the KV head, live rows].
+struct Probabilities {
+  const float* data = nullptr;   ///< head 0 of the group, row 0
+  std::int32_t group = 1;        ///< query heads of the KV head
+  std::int64_t head_stride = 0;  ///< floats between them
+};
+
+/// Adds one query's probabilities to the accumulated scores of (sequence, layer, KV head).
+///
+/// \param probabilities  by row of the table; a row that is not finite is added as it is, and then ranks lowest (NaN)
+/// \pre `view.score_sums` and `view.score_compensations` are there; no hole
+/// \par Complexity
+/// O(group * live rows) time; no allocation
+/// \par Source
+/// Zhang et al., 2023, arXiv:2306.14048 (H2O); the group mean is ours (the paper has no grouped heads), as kvpress's
+inline void accumulate_probabilities(const AccumulateParams& params,
+                                     const CacheView& view,
+                                     SequenceId s,
+                                     LayerId l,
+                                     HeadId h,
+                                     const Probabilities& probabilities) noexcept {
+  using detail::Packet;
+  constexpr std::int32_t width = detail::packet_floats;
+  const std::int32_t live = view.live_rows(s, l, h);
+  const Packet share = detail::pset1<Packet>(1.0F / static_cast<float>(probabilities.group));
+  float* const all_sums = view.score_sums.array<float>(s, l, h);
+  float* const all_compensations = view.score_compensations.array<float>(s, l, h);
+  const bool dense = all_sums != nullptr && all_compensations != nullptr;
+  for (std::int32_t r = 0; r < live; r += width) {
+    // The last rows, and planes whose elements lie apart, go through the same instructions by a copy: same bits.
+    const std::int32_t n = std::min(width, live - r);
+    alignas(64) float copied_sums[width] = {};
+    alignas(64) float copied_compensations[width] = {};
+    const bool direct = dense && n == width;
+    float* const sums = direct ? all_sums + r : copied_sums;
+    float* const compensations = direct ? all_compensations + r : copied_compensations;
+    for (std::int32_t i = 0; !direct && i < n; ++i) {
+      sums[i] = view.score_sums.at<float>(s, l, h, r + i);
+      compensations[i] = view.score_compensations.at<float>(s, l, h, r + i);
+    }
+    Packet x = detail::pset1<Packet>(0.0F);
+    for (std::int32_t g = 0; g < probabilities.group; ++g) {
+      const float* p = probabilities.data + g * probabilities.head_stride + r;
+      alignas(64) float copied[width] = {};
+      if (n < width) {
+        std::copy_n(p, n, copied);
+        p = copied;
+      }
+      const Packet y = detail::ploadu<Packet>(p);
+      x = detail::padd(x, params.squared ? detail::pmul(y, y) : y);
+    }
+    x = detail::pmul(x, share);
+    if (params.decay != 1.0F) {
+      for (std::int32_t i = 0; i < n; ++i) {
+        scale_compensated(sums[i], compensations[i], static_cast<double>(params.decay));
+      }
+    }
+    // add_compensated
+    const Packet sum = detail::ploadu<Packet>(sums);
+    const Packet total = detail::padd(sum, x);
+    const Packet part = detail::psub(total, sum);
+    const Packet rest = detail::padd(
+        detail::ploadu<Packet>(compensations),
+        detail::padd(detail::psub(sum, detail::psub(total, part)), detail::psub(x, part)));
+    const Packet fresh = detail::padd(total, rest);
+    detail::pstoreu(sums, fresh);
+    detail::pstoreu(compensations, detail::psub(rest, detail::psub(fresh, total)));
+    for (std::int32_t i = 0; !direct && i < n; ++i) {
+      view.score_sums.at<float>(s, l, h, r + i) = sums[i];
+      view.score_compensations.at<float>(s, l, h, r + i) = compensations[i];
+    }
+  }
+}
+
+}  // namespace kvtrim

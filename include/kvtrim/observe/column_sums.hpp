@@ -1,0 +1,188 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// Column sums of the attention matrix without the matrix: one key tile at a time, with the LSE that attention had
+// anyway. Memory is one tile, whatever the prompt.
+
+#include <kvtrim/cache/cache_view.hpp>
+#include <kvtrim/core/arena.hpp>
+#include <kvtrim/core/compensated.hpp>
+#include <kvtrim/observe/detail/key_tile.hpp>
+#include <kvtrim/observe/detail/tile_product.hpp>
+#include <kvtrim/observe/observation.hpp>
+#include <kvtrim/policy/accumulate_params.hpp>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <span>
+
+namespace kvtrim {
+
+namespace detail {
+/// Queries that are packed at a time.
+inline constexpr std::int32_t column_sum_queries = 128;
+
+struct ColumnSumScratch {
+  TileScratch tiles;
+  std::span<float> queries;        // [column_sum_queries, head_dim], packed
+  std::span<Position> positions;   // [column_sum_queries]
+  std::span<float> lse;            // [column_sum_queries]
+  std::span<float> weights;        // [column_sum_queries] decay; 0: the query has no vote
+  std::span<float> sums;           // [tile_rows]
+  std::span<float> compensations;  // [tile_rows]
+  static ColumnSumScratch take(Arena& arena, std::int32_t head_dim) noexcept {
+    ColumnSumScratch m;
+    m.tiles = TileScratch::take(arena, head_dim);
+    m.queries = arena.take<float>(static_cast<std::int64_t>(column_sum_queries) * head_dim);
+    m.positions = arena.take<Position>(column_sum_queries);
+    m.lse = arena.take<float>(column_sum_queries);
+    m.weights = arena.take<float>(column_sum_queries);
+    m.sums = arena.take<float>(tile_rows(head_dim));
+    m.compensations = arena.take<float>(tile_rows(head_dim));
+    return m;
+  }
+};
+}  // namespace detail
+
+/// Working space of `accumulate_column_sums`: one tile, whatever the rows.
+[[nodiscard]] inline std::size_t column_sums_scratch_bytes(std::int32_t head_dim) noexcept {
+  Arena arena;
+  const auto unused = detail::ColumnSumScratch::take(arena, head_dim);
+  static_cast<void>(unused);
+  return arena.bytes();
+}
+
+/// Adds the attention that each of many queries pays to each live row to the accumulated scores of (sequence, layer, KV
+/// head): the mean over the query heads of the group, summed over the queries.
+///
+/// \param queries      rows of the chunk just attended, with their LSE
+/// \param query_layer  layer index inside `queries`
+/// \param scratch      [column_sums_scratch_bytes(head_dim)]
+/// \pre `queries.lse != nullptr`; score planes are there; no hole; the rows are those that the queries attended to
+/// \par Ties
+/// none. NaN: a key that is not finite gets NaN; a query or LSE that is not finite is left out
+/// \par Complexity
+/// O(queries * rows * head_dim) time, tiles that lie wholly in the future are skipped; O(1) space; no allocation
+/// \par Source
+/// Zhang et al., 2023, arXiv:2306.14048 (H2O, the prompt's column sums)
+inline void accumulate_column_sums(const AccumulateParams& params,
+                                   const CacheView& view,
+                                   SequenceId s,
+                                   LayerId l,
+                                   HeadId h,
+                                   const QueryBlock& queries,
+                                   LayerId query_layer,
+                                   std::span<std::byte> scratch) noexcept {
+  Arena arena(scratch);
+  const std::int32_t dim = view.k.head_dim;
+  const auto mem = detail::ColumnSumScratch::take(arena, dim);
+  KVTRIM_ASSERT(arena.ok() && queries.lse != nullptr);
+  const std::int32_t group = queries.query_heads / view.kv_heads;
+  const std::int32_t count = queries.count(s);
+  const std::int32_t next = view.state(s, l, h).next_position;
+  const float share = 1.0F / static_cast<float>(group);
+  const detail::LogitScale scaled(detail::scale_of(queries, dim), queries.soft_cap);
+  const auto index = [](std::int64_t i) { return static_cast<std::size_t>(i); };
+  const auto decay_after = [&](std::int32_t i) {
+    return params.decay == 1.0F ? 1.0 : std::pow(static_cast<double>(params.decay), count - 1 - i);
+  };
+  const double decay_all = decay_after(-1);
+
+  detail::for_each_key_tile(view, s, l, h, mem.tiles, [&](std::int32_t first, std::int32_t rows) {
+    detail::pack_keys(mem.tiles, dim, rows);
+    const auto oldest_of = [&](std::int32_t begin, std::int32_t end) {
+      return *std::min_element(mem.tiles.positions.begin() + begin,
+                               mem.tiles.positions.begin() + end);
+    };
+    for (std::int32_t t = 0; t < rows; ++t) {
+      float& sum = mem.sums[index(t)];
+      float& compensation = mem.compensations[index(t)];
+      sum = view.score_sums.at<float>(s, l, h, first + t);
+      compensation = view.score_compensations.at<float>(s, l, h, first + t);
+      if (decay_all != 1.0) { scale_compensated(sum, compensation, decay_all); }
+    }
+    const Position oldest = oldest_of(0, rows);
+    for (std::int32_t g = 0; g < group; ++g) {
+      const std::int32_t head = raw(h) * group + g;
+      for (std::int32_t begin = 0; begin < count; begin += detail::column_sum_queries) {
+        const std::int32_t block = std::min(detail::column_sum_queries, count - begin);
+        if (queries.position(s, begin + block - 1, next) < oldest) {
+          continue;
+        }  // all of the tile is their future
+        for (std::int32_t i = 0; i < detail::padded_queries(block); ++i) {
+          const float* const query =
+              i < block ? queries.row(s, query_layer, head, begin + i) : nullptr;
+          detail::pack_query(query, dim, i, mem.queries.data());
+          if (query == nullptr) { continue; }
+          const float lse =
+              detail::natural(queries.lse_of(s, query_layer, head, begin + i), queries.lse_base);
+          const bool votes = detail::finite(&lse, 1) && detail::finite(query, dim);
+          mem.positions[index(i)] = queries.position(s, begin + i, next);
+          mem.lse[index(i)] = lse;
+          mem.weights[index(i)] = votes ? static_cast<float>(decay_after(begin + i)) : 0.0F;
+        }
+        for (std::int32_t row = 0; row < rows; row += detail::panel_rows) {
+          const std::int32_t end = std::min(row + detail::panel_rows, rows);
+          const Position panel_oldest = oldest_of(row, end);
+          const Position panel_newest = *std::max_element(mem.tiles.positions.begin() + row,
+                                                          mem.tiles.positions.begin() + end);
+          // Short fp32 sums only: the long one is compensated.
+          alignas(64) float partial[detail::panel_rows] = {};
+          const auto flush = [&] {
+            for (std::int32_t t = row; t < end; ++t) {
+              add_compensated(
+                  mem.sums[index(t)], mem.compensations[index(t)], partial[t - row] * share);
+            }
+            std::fill(std::begin(partial), std::end(partial), 0.0F);
+          };
+          // Queries in front that see nothing of the panel are left out, whole register blocks of them.
+          std::int32_t seeing = 0;
+          while (seeing < block && mem.positions[index(seeing)] < panel_oldest) { ++seeing; }
+          detail::for_each_logit_block(
+              mem.tiles,
+              dim,
+              row,
+              mem.queries.data(),
+              seeing / detail::block_queries * detail::block_queries,
+              block,
+              [&](std::int32_t q, float* logits) {
+                for (std::int32_t i = q; i < std::min(q + detail::block_queries, block); ++i) {
+                  const Position position = mem.positions[index(i)];
+                  if (position < panel_oldest || mem.weights[index(i)] == 0) { continue; }
+                  float* const x = logits + static_cast<std::ptrdiff_t>(i - q) * detail::panel_rows;
+                  const auto lse = detail::pset1<detail::Packet>(mem.lse[index(i)]);
+                  for (std::int32_t p = 0; p < detail::panel_rows; p += detail::packet_floats) {
+                    detail::pstore(x + p, detail::pexp(detail::psub(scaled(x + p), lse)));
+                  }
+                  if (position < panel_newest) {
+                    for (std::int32_t t = row; t < end; ++t) {
+                      if (mem.tiles.positions[index(t)] > position) { x[t - row] = 0; }
+                    }
+                  }
+                  const auto weight = detail::pset1<detail::Packet>(mem.weights[index(i)]);
+                  for (std::int32_t p = 0; p < detail::panel_rows; p += detail::packet_floats) {
+                    detail::Packet y = detail::pload<detail::Packet>(x + p);
+                    if (params.squared) { y = detail::pmul(y, y); }
+                    detail::pstore(
+                        partial + p,
+                        detail::pmadd(y, weight, detail::pload<detail::Packet>(partial + p)));
+                  }
+                }
+                if ((q + detail::block_queries) % 32 == 0) { flush(); }
+              });
+          flush();
+        }
+      }
+    }
+    for (std::int32_t t = 0; t < rows; ++t) {
+      const bool bad = mem.tiles.bad[index(t)] != 0;
+      view.score_sums.at<float>(s, l, h, first + t) =
+          bad ? std::numeric_limits<float>::quiet_NaN() : mem.sums[index(t)];
+      view.score_compensations.at<float>(s, l, h, first + t) = mem.compensations[index(t)];
+    }
+  });
+}
+
+}  // namespace kvtrim

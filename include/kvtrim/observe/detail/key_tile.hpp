@@ -1,0 +1,150 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// Keys of one KV head as fp32 tiles in logical order, converted on load, zeros behind the last row: what is done with a tile
+// does not depend on where a row lies in a page or in a batch.
+
+#include <kvtrim/cache/cache_view.hpp>
+#include <kvtrim/core/arena.hpp>
+
+#include <Eigen/Core>
+
+#include <algorithm>
+#include <bit>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <span>
+
+namespace kvtrim::detail {
+
+/// Floats of a tile, where its rows are not at their least.
+inline constexpr std::int32_t tile_floats = 30'720;
+
+/// Rows of a tile: a multiple of every panel of a product (8, 12, 24, 48), 240 up to head_dim 128.
+[[nodiscard]] constexpr std::int32_t tile_rows(std::int32_t head_dim) noexcept {
+  const std::int32_t fitting = tile_floats / (head_dim < 1 ? 1 : head_dim) / 48 * 48;
+  return fitting < 48 ? 48 : fitting > 240 ? 240 : fitting;
+}
+
+/// Largest of f(dim) over the head dims up to `head_dim`, where f grows between two of them with tiles of equal height.
+template <class F>
+[[nodiscard]] std::size_t largest_need(std::int32_t head_dim, F&& f) noexcept {
+  std::size_t most = f(head_dim);
+  for (std::int32_t rows = tile_rows(head_dim); rows < 240; rows += 48) {
+    most = std::max(most, f(tile_floats / (rows + 48)));  // the last dim with taller tiles
+  }
+  return most;
+}
+
+/// Memory of the tiles of one work item.
+struct TileScratch {
+  std::span<float> tile;          // [tile_rows, head_dim]
+  std::span<Position> positions;  // [tile_rows]
+  std::span<std::uint8_t> bad;    // [tile_rows] the key is not finite
+  std::span<float> packed_keys;   // [tile_rows, head_dim] as products read them
+
+  static TileScratch take(Arena& arena, std::int32_t head_dim) noexcept {
+    const std::int64_t rows = tile_rows(head_dim);
+    TileScratch s;
+    s.tile = arena.take<float>(rows * head_dim);
+    s.positions = arena.take<Position>(rows);
+    s.bad = arena.take<std::uint8_t>(rows);
+    s.packed_keys = arena.take<float>(rows * head_dim);
+    return s;
+  }
+};
+
+/// Whether all of x[0..n) are finite.
+[[nodiscard]] inline bool finite(const float* x, std::int32_t n) noexcept {
+  std::uint32_t worst = 0;
+  for (std::int32_t i = 0; i < n; ++i) {
+    worst = std::max(worst, std::bit_cast<std::uint32_t>(x[i]) & 0x7F80'0000U);
+  }
+  return worst != 0x7F80'0000U;
+}
+
+/// Reads `count` rows from slot `run.slot` of a page as floats, [count, head_dim].
+inline void load_rows(const Plane& plane,
+                      const std::byte* from,
+                      std::int32_t count,
+                      float* out) noexcept {
+  KVTRIM_COUNT(rows_read, count);
+  const std::int64_t dim = plane.head_dim;
+  if (!plane.contiguous_rows()) {
+    for (std::int32_t i = 0; i < count; ++i) {
+      load_row(plane, from + i * plane.token_stride, out + i * dim);
+    }
+    return;
+  }
+  // Rows that follow each other without a gap are one block.
+  const bool block = plane.token_stride == plane.row_bytes();
+  const std::int64_t pieces = block ? 1 : count;
+  const std::int64_t length = block ? count * dim : dim;
+  for (std::int64_t i = 0; i < pieces; ++i) {
+    const std::byte* const source = from + i * plane.token_stride;
+    float* const target = out + i * length;
+    if (plane.dtype == DType::f32) {
+      std::memcpy(target, source, static_cast<std::size_t>(length) * sizeof(float));
+    } else if (plane.dtype == DType::f16) {
+      Eigen::Map<Eigen::ArrayXf>(target, length) =
+          Eigen::Map<const Eigen::Array<Eigen::half, Eigen::Dynamic, 1>>(
+              reinterpret_cast<const Eigen::half*>(source), length)
+              .cast<float>();
+    } else {
+      for (std::int64_t j = 0; j < length; ++j) {
+        std::uint16_t bits = 0;
+        std::memcpy(&bits, source + j * 2, sizeof bits);
+        target[j] = bf16_to_float(bits);
+      }
+    }
+  }
+}
+
+/// Calls f(first, count) for each tile of the keys of (sequence, layer, KV head): `scratch.tile` then holds the live
+/// rows first .. first + count - 1 (a hole left out) and zeros behind them; rows that are not finite are zeros too.
+template <class F>
+void for_each_key_tile(const CacheView& view,
+                       SequenceId s,
+                       LayerId l,
+                       HeadId h,
+                       const TileScratch& scratch,
+                       F&& f) noexcept {
+  const std::int32_t dim = view.k.head_dim;
+  const std::int32_t capacity = tile_rows(dim);
+  std::int32_t filled = 0;
+  std::int32_t first = 0;
+  const auto flush = [&] {
+    std::fill(
+        scratch.tile.begin() + static_cast<std::ptrdiff_t>(filled) * dim, scratch.tile.end(), 0.0F);
+    for (std::int32_t i = 0; i < filled; ++i) {
+      float* const row = scratch.tile.data() + static_cast<std::ptrdiff_t>(i) * dim;
+      scratch.bad[static_cast<std::size_t>(i)] = finite(row, dim) ? 0 : 1;
+      if (scratch.bad[static_cast<std::size_t>(i)] != 0) { std::fill_n(row, dim, 0.0F); }
+    }
+    f(first, filled);
+    first += filled;
+    filled = 0;
+  };
+  for_each_run(view, s, l, h, [&](Run run) {
+    while (run.count > 0) {
+      const std::int32_t n = std::min(run.count, capacity - filled);
+      load_rows(view.k,
+                view.k.row(l, run.k_page, h, run.slot),
+                n,
+                scratch.tile.data() + static_cast<std::ptrdiff_t>(filled) * dim);
+      for (std::int32_t i = 0; i < n; ++i) {
+        scratch.positions[static_cast<std::size_t>(filled + i)] =
+            view.position(s, l, h, run.row + i);
+      }
+      filled += n;
+      run.row += n;
+      run.slot = Slot{raw(run.slot) + n};
+      run.count -= n;
+      if (filled == capacity) { flush(); }
+    }
+  });
+  if (filled > 0) { flush(); }
+}
+
+}  // namespace kvtrim::detail

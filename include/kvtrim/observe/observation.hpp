@@ -1,0 +1,188 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <kvtrim/cache/page_table.hpp>
+#include <kvtrim/cache/plane.hpp>
+#include <kvtrim/core/types.hpp>
+
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+namespace kvtrim {
+
+/// Base of the logarithm in an engine's LSE.
+enum class LseBase : std::uint8_t {
+  e,    ///< natural (FlashAttention)
+  two,  ///< binary (FlashInfer)
+};
+
+/// Queries as attention uses them: after RoPE, before the scale. fp32, indexed [sequence, layer, query head, row].
+///
+/// Query head h belongs to KV head `h / (query_heads / kv_heads)`.
+struct QueryBlock {
+  const float* data = nullptr;   ///< sequence 0, layer 0, head 0, row 0; null: no queries
+  std::int32_t query_heads = 0;  ///< a multiple of the KV heads
+  std::int32_t rows = 0;         ///< rows of a sequence where `row_counts` is null
+  const std::int32_t* row_firsts =
+      nullptr;  ///< [sequences] first row (ragged batches, rings); null: 0
+  const std::int32_t* row_counts = nullptr;  ///< [sequences] rows; null: `rows` each
+  std::int64_t sequence_stride =
+      0;  ///< floats between sequences; 0 where `row_firsts` index one array
+  std::int64_t layer_stride = 0;        ///< floats between layers
+  std::int64_t head_stride = 0;         ///< floats between query heads
+  std::int64_t row_stride = 0;          ///< floats between rows
+  const Position* positions = nullptr;  ///< position of a row; null: the last rows of the sequence
+  std::int64_t position_sequence_stride = 0;  ///< positions between sequences
+  const float* lse = nullptr;  ///< log-sum-exp of the scaled, causal logits; null: computed
+  std::int64_t lse_sequence_stride = 0;  ///< floats
+  std::int64_t lse_layer_stride = 0;     ///< floats
+  std::int64_t lse_head_stride = 0;      ///< floats
+  LseBase lse_base = LseBase::e;         ///< its base
+  float scale = 0;                       ///< factor of the logits; 0: 1 / sqrt(head_dim)
+  float soft_cap = 0;                    ///< c * tanh(logit / c); 0: none
+
+  /// Rows of sequence `s`.
+  [[nodiscard]] constexpr std::int32_t count(SequenceId s) const noexcept {
+    return row_counts == nullptr ? rows : row_counts[raw(s)];
+  }
+  /// Row `i` of sequence `s`.
+  [[nodiscard]] const float* row(SequenceId s,
+                                 LayerId l,
+                                 std::int32_t head,
+                                 std::int32_t i) const noexcept {
+    return data + raw(s) * sequence_stride + raw(l) * layer_stride + head * head_stride +
+           (first(s) + i) * row_stride;
+  }
+  /// LSE of row `i`.
+  [[nodiscard]] float lse_of(SequenceId s,
+                             LayerId l,
+                             std::int32_t head,
+                             std::int32_t i) const noexcept {
+    return lse[raw(s) * lse_sequence_stride + raw(l) * lse_layer_stride + head * lse_head_stride +
+               first(s) + i];
+  }
+  /// Position of row `i`, where the next token of the sequence is at `next_position`.
+  [[nodiscard]] Position position(SequenceId s,
+                                  std::int32_t i,
+                                  std::int32_t next_position) const noexcept {
+    return positions != nullptr ? positions[raw(s) * position_sequence_stride + first(s) + i]
+                                : Position{next_position - count(s) + i};
+  }
+
+ private:
+  [[nodiscard]] constexpr std::int64_t first(SequenceId s) const noexcept {
+    return row_firsts == nullptr ? 0 : row_firsts[raw(s)];
+  }
+};
+
+namespace detail {
+/// The scale to use: the caller's, or 1 / sqrt(head_dim).
+[[nodiscard]] inline float scale_of(const QueryBlock& queries, std::int32_t head_dim) noexcept {
+  return queries.scale != 0 ? queries.scale : 1.0F / std::sqrt(static_cast<float>(head_dim));
+}
+
+/// LSE as a natural logarithm.
+[[nodiscard]] inline float natural(float lse, LseBase base) noexcept {
+  return base == LseBase::e ? lse : lse * 0.693147180559945309417F;
+}
+}  // namespace detail
+
+/// One vector a (layer, KV head), fp32: QFilter's directions.
+struct HeadVectors {
+  const float* data = nullptr;    ///< layer 0, KV head 0; null: none
+  std::int32_t dim = 0;           ///< elements of a vector
+  std::int64_t layer_stride = 0;  ///< floats between layers
+  std::int64_t head_stride = 0;   ///< floats between KV heads
+
+  /// Whether they are there.
+  [[nodiscard]] constexpr explicit operator bool() const noexcept { return data != nullptr; }
+  /// Vector of (layer, KV head).
+  [[nodiscard]] const float* of(LayerId l, HeadId h) const noexcept {
+    return data + raw(l) * layer_stride + raw(h) * head_stride;
+  }
+};
+
+/// Mean and covariance of the queries before RoPE, a query head each: of this prompt, or of a calibration set.
+struct QueryStatistics {
+  const float* mean = nullptr;        ///< [sequences, layers, query_heads, dim]; null: none
+  const float* covariance = nullptr;  ///< [sequences, layers, query_heads, dim, dim]; null: zero
+  std::int32_t query_heads = 0;       ///< a multiple of the KV heads
+  std::int32_t dim = 0;               ///< head dim of the queries
+  std::int32_t layers = 0;            ///< layers of the arrays; the view's layer 0 is the first
+  bool per_sequence = false;  ///< an array a sequence; false: one serves all (a calibration set)
+
+  /// Whether they are there.
+  [[nodiscard]] constexpr explicit operator bool() const noexcept { return mean != nullptr; }
+  /// Mean of a query head, [dim].
+  [[nodiscard]] const float* mean_of(SequenceId s, LayerId l, std::int32_t head) const noexcept {
+    return mean + index_of(s, l, head) * dim;
+  }
+  /// Covariance of a query head, [dim, dim].
+  [[nodiscard]] const float* covariance_of(SequenceId s,
+                                           LayerId l,
+                                           std::int32_t head) const noexcept {
+    return covariance + index_of(s, l, head) * dim * dim;
+  }
+
+ private:
+  [[nodiscard]] std::int64_t index_of(SequenceId s, LayerId l, std::int32_t head) const noexcept {
+    const std::int64_t first = per_sequence ? static_cast<std::int64_t>(raw(s)) * layers : 0;
+    return (first + raw(l)) * query_heads + head;
+  }
+};
+
+/// The attention's output projection, cut by query head: W_O of head h maps a value to the residual stream.
+struct OutputProjection {
+  const float* data = nullptr;    ///< [layers, query_heads, value_dim, hidden], fp32; null: none
+  std::int32_t query_heads = 0;   ///< a multiple of the KV heads
+  std::int32_t value_dim = 0;     ///< head dim of the values
+  std::int32_t hidden = 0;        ///< width of the residual stream
+  std::int64_t layer_stride = 0;  ///< floats between layers
+
+  /// Whether it is there.
+  [[nodiscard]] constexpr explicit operator bool() const noexcept { return data != nullptr; }
+  /// Matrix of a query head, [value_dim, hidden].
+  [[nodiscard]] const float* of(LayerId l, std::int32_t head) const noexcept {
+    return data + raw(l) * layer_stride + static_cast<std::int64_t>(head) * value_dim * hidden;
+  }
+};
+
+/// Page scores of a batch, as they are added up layer by layer: [sequences, page sets, pages].
+struct PageScoreArray {
+  float* data = nullptr;             ///< sequence 0, page set 0, page 0; null: none
+  std::int64_t sequence_stride = 0;  ///< floats between sequences
+  std::int64_t unit_stride = 0;      ///< floats between page sets of a sequence
+
+  /// Scores of one page set.
+  [[nodiscard]] std::span<float> of(SequenceId s,
+                                    std::int32_t unit,
+                                    std::int32_t pages) const noexcept {
+    return {data + raw(s) * sequence_stride + unit * unit_stride, static_cast<std::size_t>(pages)};
+  }
+};
+
+/// What a plan may look at beside the cache.
+///
+/// \par Source
+/// own: each scorer's header names its paper
+struct Observation {
+  QueryBlock queries{};    ///< for policies that score by the prompt's last queries
+  SequencePlane scores{};  ///< ready-made fp32 scores by row, used in place of the policy's scorer
+  HeadVectors filters{};   ///< for QFilter
+  QueryStatistics statistics{};  ///< for ExpectedAttention
+  OutputProjection output{};     ///< for CriticalKV and its kin
+  PageScoreArray
+      page_scores{};  ///< ready-made page scores (`accumulate_page_scores`), for page policies
+  const std::int32_t* budgets =
+      nullptr;           ///< rows to keep, in place of the policy's own budget; null: the policy's
+  RowMap budget_rows{};  ///< index of (sequence, layer, KV head) in `budgets`
+
+  /// Budget given for (sequence, layer, KV head); -1: none.
+  [[nodiscard]] std::int32_t budget(SequenceId s, LayerId l, HeadId h) const noexcept {
+    return budgets == nullptr ? -1 : budgets[budget_rows(s, l, h)];
+  }
+};
+
+}  // namespace kvtrim

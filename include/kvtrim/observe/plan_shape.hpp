@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <kvtrim/cache/cache_view.hpp>
+#include <kvtrim/core/types.hpp>
+#include <kvtrim/observe/observation.hpp>
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+
+namespace kvtrim {
+
+/// What the size of a workspace depends on. Every field is an upper bound, but `kv_heads`: fewer of them mean larger
+/// groups of query heads.
+struct PlanShape {
+  std::int32_t sequences = 1;            ///< sequences of the view
+  std::int32_t layers = 1;               ///< layers of the view
+  std::int32_t kv_heads = 1;             ///< KV heads
+  TableScope scope = TableScope::group;  ///< of the view
+  std::int32_t page_size = 1;            ///< rows a page
+  std::int32_t pages = 0;                ///< pages of the pool
+  std::int32_t max_rows = 0;             ///< rows of the longest table, padding and a hole included
+  std::int32_t query_heads = 0;          ///< query heads; 0: no queries
+  std::int32_t query_rows = 0;           ///< query rows of a sequence
+  std::int32_t head_dim = 0;             ///< of the keys
+  std::int32_t value_dim = 0;            ///< head dim of the values
+  std::int32_t hidden = 0;               ///< width of `Observation::output`; 0: none
+  std::int32_t workers = 1;              ///< of the executor
+};
+
+/// Bounds for the workspace of plans over `view` as it is now.
+///
+/// Give larger fields (`max_rows` above all) to allocate once for later, longer states. A length beyond its table counts as
+/// what the table has room for: `plan` refuses it.
+[[nodiscard]] inline PlanShape plan_shape(const CacheView& view,
+                                          const Observation& obs = {},
+                                          std::int32_t workers = 1) noexcept {
+  PlanShape shape;
+  shape.sequences = view.sequences;
+  shape.layers = view.layers;
+  shape.kv_heads = view.kv_heads;
+  shape.scope = view.scope;
+  shape.page_size = view.page_size;
+  shape.pages = view.pages;
+  shape.query_heads =
+      std::max({obs.queries.query_heads, obs.statistics.query_heads, obs.output.query_heads});
+  shape.head_dim = view.k.head_dim;
+  shape.value_dim = view.v.head_dim;
+  shape.hidden = obs.output.hidden;
+  shape.workers = workers;
+  for (std::int32_t s = 0; s < view.sequences; ++s) {
+    shape.query_rows = std::max(shape.query_rows, obs.queries.count(SequenceId{s}));
+    for (std::int32_t t = 0; t < view.tables_per_sequence(); ++t) {
+      const LayerId l = view.first_layer(t);
+      const HeadId h = view.first_head(t);
+      const std::int64_t rows = static_cast<std::int64_t>(view.live_rows(SequenceId{s}, l, h)) +
+                                (view.state(SequenceId{s}, l, h).append_row >= 0 ? 1 : 0) +
+                                view.first_row(SequenceId{s});
+      const std::int64_t room =
+          static_cast<std::int64_t>(view.table.capacity(SequenceId{s}, l, h)) * view.page_size;
+      const std::int64_t most = std::numeric_limits<std::int32_t>::max();
+      shape.max_rows = std::max(
+          shape.max_rows,
+          static_cast<std::int32_t>(std::clamp<std::int64_t>(std::min(rows, room), 0, most)));
+    }
+  }
+  return shape;
+}
+
+}  // namespace kvtrim

@@ -1,0 +1,187 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// One query after the other, each of them a rank-one update in double: the result does not change by a bit with the way
+// a prompt is cut into chunks, and no query is kept.
+
+#include <kvtrim/core/error.hpp>
+#include <kvtrim/observe/detail/key_tile.hpp>
+#include <kvtrim/observe/observation.hpp>
+
+#include <Eigen/Core>
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace kvtrim {
+
+/// Mean and covariance of the queries of each sequence, gathered while its prompt is read.
+///
+/// \par Source
+/// Devoto et al., 2025, arXiv:2510.00636 (what is gathered; kvpress leaves out the first queries too); Welford, 1962
+/// (the update)
+/// \par Allocation
+/// in the constructor only: 8 bytes * sequences * layers * query_heads * head_dim^2
+/// \par Thread-safety
+/// one thread a (sequence, layer)
+class QueryMoments {
+ public:
+  /// What is gathered.
+  struct Params {
+    std::int32_t sequences = 1;    ///< sequences
+    std::int32_t layers = 1;       ///< layers
+    std::int32_t query_heads = 1;  ///< query heads
+    std::int32_t head_dim = 0;     ///< features of a query
+    std::int32_t sinks = 4;        ///< first queries of a sequence, left out
+  };
+
+  /// Makes empty moments.
+  /// \throws std::invalid_argument if an extent is below 1 or `sinks` negative
+  explicit QueryMoments(const Params& params) : p_(params) {
+    if (p_.sequences < 1 || p_.layers < 1 || p_.query_heads < 1 || p_.head_dim < 1 ||
+        p_.sinks < 0) {
+      throw_invalid_argument(
+          "kvtrim::QueryMoments: sequences {}, layers {}, query_heads {} and head_dim {} must be "
+          "at "
+          "least 1, sinks {} at least 0",
+          p_.sequences,
+          p_.layers,
+          p_.query_heads,
+          p_.head_dim,
+          p_.sinks);
+    }
+    const std::size_t layers = index(p_.sequences) * index(p_.layers);
+    const std::size_t heads = layers * index(p_.query_heads);
+    const std::size_t dim = index(p_.head_dim);
+    seen_.assign(layers, 0);
+    counts_.assign(heads, 0);
+    deltas_.assign(layers * dim, 0.0);
+    means_.assign(heads * dim, 0.0);
+    products_.assign(heads * triangle(), 0.0);
+    mean_.assign(heads * dim, 0.0F);
+    covariance_.assign(heads * dim * dim, 0.0F);
+  }
+
+  /// Adds the queries of a chunk of sequence `s`, those of one layer; call it for each layer.
+  ///
+  /// \param queries      before RoPE, before the scale; one that is not finite is left out
+  /// \param query_layer  layer index inside `queries`
+  /// \pre `queries.query_heads == params().query_heads`
+  /// \par Complexity
+  /// O(rows * query_heads * head_dim^2); no allocation
+  void accumulate(SequenceId s,
+                  LayerId l,
+                  const QueryBlock& queries,
+                  LayerId query_layer) noexcept {
+    KVTRIM_ASSERT(queries.query_heads == p_.query_heads && raw(s) < p_.sequences &&
+                  raw(l) < p_.layers);
+    const std::size_t layer = layer_index(s, l);
+    const std::int32_t rows = queries.count(s);
+    for (std::int32_t i = 0; i < rows; ++i) {
+      if (seen_[layer] < p_.sinks) {
+        ++seen_[layer];
+        continue;
+      }
+      for (std::int32_t head = 0; head < p_.query_heads; ++head) {
+        add(layer, head, queries.row(s, query_layer, head, i));
+      }
+    }
+  }
+
+  /// Makes `statistics()` of sequence `s` those of the queries seen so far; zero where there are none.
+  ///
+  /// \par Complexity
+  /// O(layers * query_heads * head_dim^2); no allocation
+  void finish(SequenceId s) noexcept {
+    const std::size_t dim = index(p_.head_dim);
+    const std::size_t heads = index(p_.layers) * index(p_.query_heads);
+    for (std::size_t head = index(raw(s)) * heads; head < (index(raw(s)) + 1) * heads; ++head) {
+      const double share = counts_[head] > 0 ? 1.0 / static_cast<double>(counts_[head]) : 0.0;
+      const double* product = products_.data() + head * triangle();
+      float* const out = covariance_.data() + head * dim * dim;
+      for (std::size_t i = 0; i < dim; ++i) {
+        mean_[head * dim + i] = static_cast<float>(means_[head * dim + i]);
+        for (std::size_t j = 0; j <= i; ++j) {
+          out[i * dim + j] = out[j * dim + i] = static_cast<float>(*product++ * share);
+        }
+      }
+    }
+  }
+
+  /// Forgets the queries of sequence `s`; its statistics are those of the last `finish`.
+  void reset(SequenceId s) noexcept {
+    const auto clear = [&](auto& v) {
+      const std::size_t part = v.size() / index(p_.sequences);
+      for (std::size_t i = part * index(raw(s)); i < part * (index(raw(s)) + 1); ++i) { v[i] = {}; }
+    };
+    clear(seen_), clear(counts_), clear(means_), clear(products_);
+  }
+
+  /// Copies the queries and statistics of `from` to `to`, as a fork of the sequence does.
+  void fork(SequenceId from, SequenceId to) noexcept {
+    const auto copy = [&](auto& v) {
+      const std::size_t part = v.size() / index(p_.sequences);
+      for (std::size_t i = 0; i < part; ++i) {
+        v[part * index(raw(to)) + i] = v[part * index(raw(from)) + i];
+      }
+    };
+    copy(seen_), copy(counts_), copy(means_), copy(products_), copy(mean_), copy(covariance_);
+  }
+
+  /// Statistics of every sequence, as `finish` left them.
+  [[nodiscard]] QueryStatistics statistics() const noexcept { return statistics(SequenceId{0}); }
+
+  /// The same, with sequence `s` as sequence 0; for a view of that one sequence.
+  [[nodiscard]] QueryStatistics statistics(SequenceId s) const noexcept {
+    const std::size_t first = index(raw(s)) * index(p_.layers) * index(p_.query_heads);
+    const std::size_t dim = index(p_.head_dim);
+    QueryStatistics q;
+    q.mean = mean_.data() + first * dim;
+    q.covariance = covariance_.data() + first * dim * dim;
+    q.query_heads = p_.query_heads;
+    q.dim = p_.head_dim;
+    q.layers = p_.layers;
+    q.per_sequence = true;
+    return q;
+  }
+
+  /// What it was made of.
+  [[nodiscard]] const Params& params() const noexcept { return p_; }
+
+ private:
+  static std::size_t index(std::int64_t i) noexcept { return static_cast<std::size_t>(i); }
+  [[nodiscard]] std::size_t triangle() const noexcept {
+    return index(p_.head_dim) * (index(p_.head_dim) + 1) / 2;
+  }
+  [[nodiscard]] std::size_t layer_index(SequenceId s, LayerId l) const noexcept {
+    return index(raw(s)) * index(p_.layers) + index(raw(l));
+  }
+
+  void add(std::size_t layer, std::int32_t head, const float* query) noexcept {
+    const std::int32_t dim = p_.head_dim;
+    if (!detail::finite(query, dim)) { return; }
+    const std::size_t at = layer * index(p_.query_heads) + index(head);
+    const auto n = static_cast<double>(++counts_[at]);
+    Eigen::Map<Eigen::ArrayXd> mean(means_.data() + at * index(dim), dim);
+    Eigen::Map<Eigen::ArrayXd> delta(deltas_.data() + layer * index(dim), dim);
+    delta = Eigen::Map<const Eigen::ArrayXf>(query, dim).cast<double>() - mean;
+    mean += delta / n;
+    double* row = products_.data() + at * triangle();
+    for (std::int32_t i = 0; i < dim; ++i) {
+      Eigen::Map<Eigen::ArrayXd>(row, i + 1) += delta.head(i + 1) * (delta[i] * ((n - 1) / n));
+      row += i + 1;
+    }
+  }
+
+  Params p_;
+  std::vector<std::int64_t> seen_;    // [sequences, layers] the sinks among them
+  std::vector<std::int64_t> counts_;  // [sequences, layers, query_heads]
+  std::vector<double> deltas_;        // [sequences, layers, head_dim] working space
+  std::vector<double> means_;         // [sequences, layers, query_heads, head_dim]
+  std::vector<double> products_;      // [sequences, layers, query_heads, triangle] sums, centred
+  std::vector<float> mean_;           // as `means_`
+  std::vector<float> covariance_;     // [sequences, layers, query_heads, head_dim, head_dim]
+};
+
+}  // namespace kvtrim

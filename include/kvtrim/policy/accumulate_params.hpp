@@ -1,0 +1,33 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <kvtrim/core/error.hpp>
+#include <kvtrim/policy/policy.hpp>
+
+#include <string_view>
+
+namespace kvtrim {
+
+/// How attention is accumulated.
+///
+/// \par Source
+/// Zhang et al., 2023, arXiv:2306.14048 (the plain sum); age normalisation as kvpress; decay and squares are ours
+struct AccumulateParams {
+  static constexpr std::string_view name = "accumulated";
+  static constexpr std::string_view title = "kvtrim::Accumulated";
+  static constexpr Protection protects{0, 512};  // new rows have had no time to be attended to
+
+  float decay = 1.0F;           ///< factor on the old sum at each query; 1: none
+  bool squared = false;         ///< add squared probabilities
+  bool age_normalised = false;  ///< rank by the sum divided by the queries that saw the row
+
+  /// \throws std::invalid_argument if the decay is not within (0, 1]
+  constexpr void check(std::string_view who) const {
+    if (!(decay > 0 && decay <= 1)) {
+      throw_invalid_argument("{}: decay {} is not within (0, 1]", who, decay);
+    }
+  }
+};
+static_assert(ScoreParams<AccumulateParams>);
+
+}  // namespace kvtrim

@@ -1,0 +1,57 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <kvtrim/core/error.hpp>
+#include <kvtrim/core/pooling.hpp>
+#include <kvtrim/policy/policy.hpp>
+
+#include <cstdint>
+#include <string_view>
+
+namespace kvtrim {
+
+/// How the probabilities of several rows, or of the query heads of a group, become one number.
+enum class Reduction : std::uint8_t { mean, sum, max };
+
+/// Which columns a pooling window may see.
+enum class PoolColumns : std::uint8_t {
+  candidates,   ///< the columns before the observation window, as the SnapKV paper's code does
+  all_columns,  ///< the observation window's columns too
+};
+
+/// Parameters of `WindowScorer`: SnapKV's scores, to be decorated (TopRows<ValueNorm<WindowParams>>). Undecorated they are
+/// `SnapKVSelector`.
+///
+/// \par Source
+/// Li et al., 2024, arXiv:2404.14469
+struct WindowParams {
+  static constexpr std::string_view name = "window";
+  static constexpr std::string_view title = "kvtrim::Window";
+  static constexpr Protection protects{0, 32};
+
+  std::int32_t window = 32;           ///< last rows whose queries vote; never candidates themselves
+  std::int32_t kernel = 5;            ///< pooling kernel, odd
+  Reduction rows = Reduction::mean;   ///< over the window's queries
+  Reduction group = Reduction::mean;  ///< over the query heads of a KV head
+  Pooling pooling = Pooling::average;             ///< over neighbouring columns
+  PoolColumns columns = PoolColumns::candidates;  ///< what the pooling sees
+  bool own_columns = false;  ///< the window's own columns are scored too, not cut
+
+  /// \throws std::invalid_argument if the window is below 1 or the kernel not odd
+  constexpr void check(std::string_view who) const {
+    if (window < 1 || kernel < 1 || kernel % 2 == 0) {
+      throw_invalid_argument(
+          "{}: scores.window {} must be at least 1, scores.kernel {} odd and at least 1",
+          who,
+          window,
+          kernel);
+    }
+  }
+  /// The window's own rows, unless they are scored too.
+  [[nodiscard]] constexpr std::int32_t unscored() const noexcept {
+    return own_columns ? 0 : window;
+  }
+};
+static_assert(ScoreParams<WindowParams>);
+
+}  // namespace kvtrim

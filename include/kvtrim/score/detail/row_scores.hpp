@@ -1,0 +1,89 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// Scores that need one row and no other: those of a few new rows cost no more than these rows.
+
+#include <kvtrim/core/arena.hpp>
+#include <kvtrim/score/detail/row_blocks.hpp>
+
+#include <Eigen/Core>
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <span>
+
+namespace kvtrim::detail {
+
+/// Takes the `block` of `score_each_row`.
+[[nodiscard]] inline std::span<float> take_row_block(Arena& arena, std::int32_t dim) noexcept {
+  return arena.take<float>(static_cast<std::int64_t>(block_rows) * dim);
+}
+
+/// Bytes that it takes.
+[[nodiscard]] inline std::size_t row_block_bytes(std::int32_t dim) noexcept {
+  Arena arena;
+  static_cast<void>(take_row_block(arena, dim));
+  return arena.bytes();
+}
+
+/// out[r - first] = f(row r) for the live rows r of [first, first + out.size()); NaN where the row is not finite, 0 for a
+/// hole.
+template <class F>
+void score_each_row(const CacheView& view,
+                    SequenceId s,
+                    LayerId l,
+                    HeadId h,
+                    Side side,
+                    std::int32_t first,
+                    std::span<float> block,
+                    std::span<float> out,
+                    F&& f) noexcept {
+  const std::int32_t hole = view.state(s, l, h).append_row;
+  const std::int32_t end = first + static_cast<std::int32_t>(out.size());
+  const auto live_before = [&](std::int32_t row) {
+    return row - (hole >= 0 && hole < row ? 1 : 0);
+  };
+  std::fill(out.begin(), out.end(), 0.0F);
+  const auto score = [&](std::int32_t i, const float* row, bool finite) {
+    const std::int32_t r = i + (hole >= 0 && i >= hole ? 1 : 0);
+    out[static_cast<std::size_t>(r - first)] =
+        finite ? f(row) : std::numeric_limits<float>::quiet_NaN();
+  };
+  for_each_row(view, s, l, h, side, live_before(first), live_before(end), block, score);
+}
+
+/// Euclidean norm. No finite row overflows: where a float's range does not do, the sum is taken in double (always so, it
+/// took three times as long).
+[[nodiscard]] inline float norm_of(const float* x, std::int32_t dim) noexcept {
+  const Eigen::Map<const Eigen::ArrayXf> row(x, dim);
+  const float sum = row.square().sum();
+  return sum > 1e-30F && sum < 1e30F
+             ? std::sqrt(sum)
+             : static_cast<float>(std::sqrt(row.cast<double>().square().sum()));
+}
+
+/// out[r - first] = sign * norm of row r of one side, for the live rows from `first` on.
+///
+/// \param scratch  [row_block_bytes of the side's head dim]
+inline void score_norms(const CacheView& view,
+                        SequenceId s,
+                        LayerId l,
+                        HeadId h,
+                        Side side,
+                        float sign,
+                        std::int32_t first,
+                        std::span<std::byte> scratch,
+                        std::span<float> out) noexcept {
+  const std::int32_t dim = dim_of(view, side);
+  Arena arena(scratch);
+  const auto block = take_row_block(arena, dim);
+  KVTRIM_ASSERT(arena.ok());
+  score_each_row(view, s, l, h, side, first, block, out, [&](const float* row) {
+    return sign * norm_of(row, dim);
+  });
+}
+
+}  // namespace kvtrim::detail
