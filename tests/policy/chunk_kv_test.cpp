@@ -178,8 +178,8 @@ TEST_CASE("chunk_kv: parameters out of range are refused by name and value", "[c
                     "kvtrim::ChunkKV: scores.window 32 must be at least 1, scores.kernel 4 odd and "
                     "at least 1");
   CHECK_THROWS_WITH(with([](auto& p) { p.recent = 31; }),
-                    "kvtrim::ChunkKV: recent 31 must be at least scores.window 32, whose rows have "
-                    "no score");
+                    "kvtrim::ChunkKV: recent 31 must be at least 32: the scores leave so many of "
+                    "the last rows without one");
   CHECK_THROWS_AS(with([](auto& p) { p.sinks = -1; }), std::invalid_argument);
   CHECK_THROWS_AS(with([](auto& p) { p.recent = -1; }), std::invalid_argument);
   CHECK_THROWS_AS(with([](auto& p) { p.chunk = std::int64_t{1} << 31; }), std::invalid_argument);

@@ -92,7 +92,7 @@ TEST_CASE("decorators: SnapKV's scores can be decorated, and what is wrong with 
   CHECK_NOTHROW(make(8, 5, 9));
   CHECK_THROWS_WITH(make(8, 5, 7),
                     ContainsSubstring("kvtrim::ValueNorm of kvtrim::Window: recent 7") &&
-                        ContainsSubstring("window 8"));
+                        ContainsSubstring("must be at least 8"));
   CHECK_THROWS_WITH(make(0, 5, 7), ContainsSubstring("scores.window 0"));
   CHECK_THROWS_WITH(make(4, 6, 7), ContainsSubstring("scores.kernel 6"));
   // A window whose own columns have scores needs no protection.

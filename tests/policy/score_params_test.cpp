@@ -145,18 +145,16 @@ TEST_CASE("score params: decorators check their own parameters wherever they sta
 
 TEST_CASE("score params: rows without a score must be protected by whoever takes them",
           "[score_params]") {
-  CHECK_THROWS_WITH(
-      TopRows<WindowParams>({.recent = 31}),
-      "kvtrim::Window: recent 31 must be at least 32, as many rows as the scores leave "
-      "without one");
+  CHECK_THROWS_WITH(TopRows<WindowParams>({.recent = 31}),
+                    "kvtrim::Window: recent 31 must be at least 32: the scores leave so many of "
+                    "the last rows without one");
   CHECK_NOTHROW(TopRows<WindowParams>({.recent = 0, .scores = {.own_columns = true}}));
   using Deep = TopRows<ValueNorm<PerLayer<Chunked<WindowParams>>>>;
   CHECK_THROWS_AS(Deep({.recent = 31}), std::invalid_argument);
   CHECK(Deep().params().recent == 32);
-  CHECK_THROWS_WITH(
-      ChunkKV<WindowParams>({.recent = 31}),
-      "kvtrim::ChunkKV: recent 31 must be at least 32, as many rows as the scores leave "
-      "without one");
+  CHECK_THROWS_WITH(ChunkKV<WindowParams>({.recent = 31}),
+                    "kvtrim::ChunkKV: recent 31 must be at least 32: the scores leave so many of "
+                    "the last rows without one");
   CHECK_THROWS_AS(ChunkKV<ValueNorm<WindowParams>>({.recent = 31}), std::invalid_argument);
   CHECK_THROWS_AS(TopRows<LagKVParams>({.recent = 254}), std::invalid_argument);
 }

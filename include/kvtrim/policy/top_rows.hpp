@@ -66,7 +66,8 @@ class TopRows {
     p.scores.check(Scores::title);
     if (const std::int32_t unscored = detail::unscored_rows(p.scores); p.recent < unscored) {
       throw_invalid_argument(
-          "{}: recent {} must be at least {}, as many rows as the scores leave without one",
+          "{}: recent {} must be at least {}: the scores leave so many of the last rows without "
+          "one",
           Scores::title,
           p.recent,
           unscored);
