@@ -123,9 +123,9 @@ class ChunkKV {
     p.scores.check("kvtrim::ChunkKV");
     if (const std::int32_t unscored = detail::unscored_rows(p.scores); p.recent < unscored) {
       throw_invalid_argument(
-          "kvtrim::ChunkKV: recent {} must be at least {}, as many rows as the scores leave "
-          "without "
-          "one",
+          "kvtrim::ChunkKV: recent {} must be at least {}: the scores leave so many of the last "
+          "rows "
+          "without one",
           p.recent,
           unscored);
     }
