@@ -8,6 +8,8 @@
 #include <kvtrim/budget/rows.hpp>
 #include <kvtrim/cache/cache_view.hpp>
 #include <kvtrim/cache/check_view.hpp>
+#include <kvtrim/cache/head_ref.hpp>
+#include <kvtrim/cache/live_rows.hpp>
 #include <kvtrim/cache/move.hpp>
 #include <kvtrim/cache/page_pool.hpp>
 #include <kvtrim/cache/page_table.hpp>

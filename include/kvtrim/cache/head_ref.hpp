@@ -1,0 +1,45 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <kvtrim/cache/cache_view.hpp>
+#include <kvtrim/core/types.hpp>
+
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+
+namespace kvtrim {
+
+/// One KV head of one layer of one sequence: what a scorer scores, what rows belong to.
+///
+/// Host only, made on the spot and passed on; it refers to the view, so it must not outlive it and is never stored.
+struct HeadRef {
+  const CacheView& view;  ///< the cache
+  SequenceId sequence;    ///< sequence of the view
+  LayerId layer;          ///< layer of the view
+  HeadId head;            ///< KV head of the layer
+
+  /// Live rows, as the tables say.
+  [[nodiscard]] std::int32_t live_rows() const noexcept {
+    return view.live_rows(sequence, layer, head);
+  }
+  /// State of the table that serves it.
+  [[nodiscard]] SequenceState state() const noexcept { return view.state(sequence, layer, head); }
+  /// Which of the sequence's tables serves it.
+  [[nodiscard]] std::int32_t table() const noexcept { return view.table_of(layer, head); }
+  /// Position of row `r`.
+  [[nodiscard]] Position position(std::int32_t r) const noexcept {
+    return view.position(sequence, layer, head, r);
+  }
+  /// First byte of the key of row `r`.
+  [[nodiscard]] std::byte* key(std::int32_t r) const noexcept {
+    return view.key(sequence, layer, head, r);
+  }
+  /// First byte of the value of row `r`.
+  [[nodiscard]] std::byte* value(std::int32_t r) const noexcept {
+    return view.value(sequence, layer, head, r);
+  }
+};
+static_assert(std::is_trivially_copyable_v<HeadRef>);
+
+}  // namespace kvtrim

@@ -1,0 +1,84 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <kvtrim/cache/live_rows.hpp>
+
+#include <kvtrim/cache/paged_cache.hpp>
+
+#include "catch.hpp"
+
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+using namespace kvtrim;
+
+namespace {
+struct World {
+  PagedCache cache{{.pages = 3, .page_size = 4, .key_dim = 1}};
+  CacheView view;
+  explicit World(std::int32_t rows) {
+    REQUIRE(cache.try_create().has_value());
+    REQUIRE(cache.try_extend(SequenceId{0}, rows) == Status::ok);
+    view = cache.view();
+  }
+  LiveRows rows() const { return LiveRows(HeadRef{view, SequenceId{0}, LayerId{0}, HeadId{0}}); }
+  std::vector<std::int32_t> order() const {
+    std::vector<std::int32_t> out(static_cast<std::size_t>(rows().count()));
+    rows().order(out);
+    return out;
+  }
+};
+}  // namespace
+
+TEST_CASE("live_rows: a hole is counted in the extent and left out of the indices", "[live_rows]") {
+  World w(5);
+  CHECK(w.rows().count() == 5);
+  CHECK(w.rows().extent() == 5);
+  CHECK(w.rows().hole() == -1);
+  CHECK(w.rows().row(4) == 4);
+  CHECK(w.rows().before(4) == 4);
+  w.view.states[0].live_rows = 4;
+  w.view.states[0].append_row = 2;
+  CHECK(w.rows().count() == 4);
+  CHECK(w.rows().extent() == 5);
+  CHECK(w.rows().hole() == 2);
+  CHECK(w.rows().row(1) == 1);
+  CHECK(w.rows().row(2) == 3);
+  CHECK(w.rows().row(3) == 4);
+  for (std::int32_t i = 0; i < 4; ++i) { CHECK(w.rows().before(w.rows().row(i)) == i); }
+}
+
+TEST_CASE("live_rows: they come in the order of their positions", "[live_rows]") {
+  World w(5);
+  CHECK(w.order() == std::vector<std::int32_t>{0, 1, 2, 3, 4});
+  // Four live rows and a hole at row 1, out of order: rows 0 2 3 4 are positions 7 2 9 3.
+  w.view.states[0].live_rows = 4;
+  w.view.states[0].append_row = 1;
+  w.view.states[0].ordered = false;
+  const std::int32_t positions[] = {7, 0, 2, 9, 3};
+  for (std::int32_t r = 0; r < 5; ++r) {
+    w.view.positions.at<Position>(SequenceId{0}, LayerId{0}, HeadId{0}, r) = Position{positions[r]};
+  }
+  CHECK(w.order() == std::vector<std::int32_t>{1, 3, 0, 2});
+}
+
+TEST_CASE("live_rows: a length beyond the table counts as the table's room", "[live_rows][fault]") {
+  World w(5);
+  const std::int32_t room = w.view.table.max_pages * 4;
+  for (const std::int32_t length : {room, room + 1, std::numeric_limits<std::int32_t>::max()}) {
+    w.view.states[0].live_rows = length;
+    CHECK(w.rows().count() == room);
+    w.view.states[0].append_row = 3;
+    CHECK(w.rows().extent() == room);
+    w.view.states[0].append_row = -1;
+    const std::int32_t padding = 3;
+    w.view.first_rows = &padding;
+    CHECK(w.rows().extent() == room - 3);
+    w.view.first_rows = nullptr;
+  }
+  w.view.states[0].live_rows = -7;
+  CHECK(w.rows().count() == 0);
+  CHECK(w.rows().extent() == 0);
+  w.view.states[0].live_rows = 5;
+  w.view.states[0].append_row = 9;  // not among the rows
+  CHECK(w.rows().hole() == -1);
+}
