@@ -41,7 +41,7 @@ class DecodeAttention {
     const std::int32_t first = raw(h) * group;
     const float* const q = queries_.data() + static_cast<std::ptrdiff_t>(first) * dim;
     float* const p = probabilities_.data() + static_cast<std::ptrdiff_t>(first) * max_rows_;
-    for_each_run(view, SequenceId{0}, LayerId{0}, h, [&](Run run) {
+    for_each_run({view, SequenceId{0}, LayerId{0}, h}, [&](Run run) {
       const auto* key =
           reinterpret_cast<const float*>(view.k.row(LayerId{0}, run.k_page, h, run.slot));
       for (std::int32_t i = 0; i < run.count; ++i, key += dim) {
@@ -67,7 +67,7 @@ class DecodeAttention {
     std::fill_n(out, static_cast<std::ptrdiff_t>(group) * dim, 0.0F);
     // Of a page's rows, `span` features at a time, so that the sums stay in registers.
     constexpr std::int32_t packets = 4;
-    for_each_run(view, SequenceId{0}, LayerId{0}, h, [&](Run run) {
+    for_each_run({view, SequenceId{0}, LayerId{0}, h}, [&](Run run) {
       const auto* const values =
           reinterpret_cast<const float*>(view.v.row(LayerId{0}, run.v_page, h, run.slot));
       for (std::int32_t d = 0; d < dim; d += packets * width) {

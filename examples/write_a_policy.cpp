@@ -28,21 +28,19 @@ struct FadingNorm {
   kvtrim::Status check(const kvtrim::CacheView& view, const kvtrim::Observation&) const noexcept {
     return kvtrim::readable(view.k.dtype) ? kvtrim::Status::ok : kvtrim::Status::bad_observation;
   }
-  void score(const kvtrim::CacheView& view,
-             kvtrim::SequenceId s,
-             kvtrim::LayerId l,
-             kvtrim::HeadId h,
+  void score(const kvtrim::HeadRef& head,
              const kvtrim::Observation&,
              std::span<std::byte> scratch,
              std::span<float> out) const noexcept {
     auto* const key = reinterpret_cast<float*>(scratch.data());
-    for (std::int32_t r = 0; r < view.live_rows(s, l, h); ++r) {
-      kvtrim::load_row(view.k, view.key(s, l, h, r), key);  // whatever its layout and dtype
+    const kvtrim::Plane& keys = head.view.k;
+    const std::int32_t next = head.state().next_position;
+    for (std::int32_t r = 0; r < head.live_rows(); ++r) {
+      kvtrim::load_row(keys, head.key(r), key);  // whatever its layout and dtype
       float square = 0;
-      for (std::int32_t d = 0; d < view.k.head_dim; ++d) { square += key[d] * key[d]; }
-      const int age = view.state(s, l, h).next_position - raw(view.position(s, l, h, r));
-      out[static_cast<std::size_t>(r)] =
-          std::sqrt(square) * std::exp2(-static_cast<float>(age) / half_life);
+      for (std::int32_t d = 0; d < keys.head_dim; ++d) { square += key[d] * key[d]; }
+      const auto age = static_cast<float>(next - raw(head.position(r)));
+      out[static_cast<std::size_t>(r)] = std::sqrt(square) * std::exp2(-age / half_life);
     }
   }
 };

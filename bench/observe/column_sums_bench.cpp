@@ -98,7 +98,7 @@ void sum(benchmark::State& state, const Shape& shape) {
   CausalProductAndExp bound(keys, queries, shape);
   const auto op = [&] {
     accumulate_column_sums(
-        {}, view, SequenceId{0}, LayerId{0}, HeadId{0}, block, LayerId{0}, scratch);
+        {}, {view, SequenceId{0}, LayerId{0}, HeadId{0}}, block, LayerId{0}, scratch);
   };
   report(state,
          interleave(op, bound),

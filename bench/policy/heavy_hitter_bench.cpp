@@ -57,10 +57,7 @@ struct Step {
     const std::int32_t group = cache.shape().group();
     if (sums == Sums::engine) {
       accumulate_probabilities(policy.scorer(),
-                               view,
-                               SequenceId{0},
-                               LayerId{0},
-                               HeadId{h},
+                               {view, SequenceId{0}, LayerId{0}, HeadId{h}},
                                {attention.probabilities(h * group), group, attention.max_rows()});
       return;
     }
@@ -70,7 +67,7 @@ struct Step {
     block.lse = lse.data();
     block.lse_head_stride = 1;
     accumulate_column_sums(
-        policy.scorer(), view, SequenceId{0}, LayerId{0}, HeadId{h}, block, LayerId{0}, scratch);
+        policy.scorer(), {view, SequenceId{0}, LayerId{0}, HeadId{h}}, block, LayerId{0}, scratch);
   }
   // Reading the thread's clock takes a microsecond at times: too long for short steps, which are rarely interrupted.
   [[nodiscard]] Clock clock() const {

@@ -55,10 +55,10 @@ void score(benchmark::State& state, const Shape& shape, Denominator form, std::i
   ProductAndExp bound(keys, queries, items, shape.tokens, rows, shape.dim, threads);
   const auto op = [&] {
     executor.for_each(items, [&](std::int64_t i, std::int32_t w) {
-      scorer.score(view,
-                   SequenceId{static_cast<std::int32_t>(i) / shape.kv_heads},
-                   LayerId{0},
-                   HeadId{static_cast<std::int32_t>(i) % shape.kv_heads},
+      scorer.score({view,
+                    SequenceId{static_cast<std::int32_t>(i) / shape.kv_heads},
+                    LayerId{0},
+                    HeadId{static_cast<std::int32_t>(i) % shape.kv_heads}},
                    obs,
                    scratch[static_cast<std::size_t>(w)],
                    std::span(scores).subspan(

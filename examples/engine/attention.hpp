@@ -5,7 +5,7 @@
 // so results do not change with page size or placement. A tile's softmax is merged into the running one, so no more than a tile
 // of scores exists. What a query may see is decided by positions, not by slots: after an eviction slots may be in any order.
 
-#include <kvtrim/cache/cache_view.hpp>
+#include <kvtrim/cache/live_rows.hpp>
 
 #include <Eigen/Core>
 #include <algorithm>
@@ -87,7 +87,7 @@ class BlockAttention {
               const AttentionBlock& block) {
     start(block);
     Eigen::Index filled = 0;
-    kvtrim::for_each_run(view, sequence, layer, head, [&](const kvtrim::Run& run) {
+    kvtrim::for_each_run({view, sequence, layer, head}, [&](const kvtrim::Run& run) {
       for (std::int32_t done = 0; done < run.count;) {
         const auto room = static_cast<std::int32_t>(tile_rows - filled);
         const std::int32_t count = std::min(run.count - done, room);

@@ -314,10 +314,10 @@ class Evictor {
     executor_.for_each(view.kv_heads, [&](std::int64_t head, std::int32_t worker) {
       kvtrim::accumulate_column_sums(
           *needs_.accumulate,
-          view,
-          kvtrim::SequenceId{0},
-          seen.layer,
-          kvtrim::HeadId{static_cast<std::int32_t>(head)},
+          {view,
+           kvtrim::SequenceId{0},
+           seen.layer,
+           kvtrim::HeadId{static_cast<std::int32_t>(head)}},
           block,
           kvtrim::LayerId{0},
           std::span(scratch_).subspan(static_cast<std::size_t>(worker) * share, share));

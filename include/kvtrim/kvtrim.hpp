@@ -15,7 +15,6 @@
 #include <kvtrim/cache/page_table.hpp>
 #include <kvtrim/cache/paged_cache.hpp>
 #include <kvtrim/cache/plane.hpp>
-#include <kvtrim/cache/row_order.hpp>
 #include <kvtrim/cache/sequence_state.hpp>
 #include <kvtrim/cache/table_update.hpp>
 #include <kvtrim/core/arena.hpp>

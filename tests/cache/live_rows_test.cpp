@@ -82,3 +82,44 @@ TEST_CASE("live_rows: a length beyond the table counts as the table's room", "[l
   w.view.states[0].append_row = 9;  // not among the rows
   CHECK(w.rows().hole() == -1);
 }
+
+TEST_CASE("for_each_run: a hole is left out wherever it lies, and rows keep their numbers",
+          "[live_rows][edge]") {
+  std::vector<float> memory(64);
+  const std::vector<std::int32_t> ids{3, 1, 0};
+  CacheView view;
+  view.k = view.v = Plane::nhd(memory.data(), {4, 1, 4, DType::f32});
+  view.page_size = 4;
+  view.pages = 4;
+  view.kv_heads = 1;
+  view.sequences = 1;
+  view.table.ids = ids.data();
+  view.table.max_pages = 3;
+  view.table.row_stride = 3;
+  SequenceState state;
+  view.states = &state;
+  for (std::int32_t live = 0; live <= 11; ++live) {
+    for (std::int32_t hole = -1; hole <= live; ++hole) {
+      for (std::int32_t pad = 0; pad + live < 12; ++pad) {
+        state.live_rows = live;
+        state.append_row = hole;
+        view.first_rows = &pad;
+        std::vector<std::int32_t> seen;
+        std::vector<std::int32_t> expected;
+        bool places_right = true;
+        for_each_run({view, SequenceId{0}, LayerId{0}, HeadId{0}}, [&](const Run& run) {
+          for (std::int32_t i = 0; i < run.count; ++i) {
+            const std::int32_t place = run.row + i + pad;
+            places_right = places_right && raw(run.slot) + i == place % 4 &&
+                           raw(run.k_page) == ids[static_cast<std::size_t>(place / 4)];
+            seen.push_back(run.row + i);
+          }
+        });
+        for (std::int32_t r = 0; static_cast<std::int32_t>(expected.size()) < live; ++r) {
+          if (r != hole) { expected.push_back(r); }
+        }
+        CHECK((seen == expected && places_right));
+      }
+    }
+  }
+}

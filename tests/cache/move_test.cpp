@@ -116,14 +116,14 @@ std::int64_t differing(const std::vector<std::byte>& a, const std::vector<std::b
 TEST_CASE("move: a row's place follows K and V ids and the left padding", "[move]") {
   Cache c;
   const SequenceId s{0};
-  CHECK(place_of(c.view, s, LayerId{1}, HeadId{2}, 0) == RowPlace{PageId{4}, PageId{0}, Slot{0}});
-  CHECK(place_of(c.view, s, LayerId{0}, HeadId{0}, 3) == RowPlace{PageId{4}, PageId{0}, Slot{3}});
-  CHECK(place_of(c.view, s, LayerId{0}, HeadId{0}, 4) == RowPlace{PageId{2}, PageId{1}, Slot{0}});
-  CHECK(place_of(c.view, s, LayerId{0}, HeadId{0}, 9) == RowPlace{PageId{5}, PageId{3}, Slot{1}});
+  CHECK(place_of({c.view, s, LayerId{1}, HeadId{2}}, 0) == RowPlace{PageId{4}, PageId{0}, Slot{0}});
+  CHECK(place_of({c.view, s, LayerId{0}, HeadId{0}}, 3) == RowPlace{PageId{4}, PageId{0}, Slot{3}});
+  CHECK(place_of({c.view, s, LayerId{0}, HeadId{0}}, 4) == RowPlace{PageId{2}, PageId{1}, Slot{0}});
+  CHECK(place_of({c.view, s, LayerId{0}, HeadId{0}}, 9) == RowPlace{PageId{5}, PageId{3}, Slot{1}});
   const std::int32_t padding = 3;
   c.view.first_rows = &padding;
-  CHECK(place_of(c.view, s, LayerId{0}, HeadId{0}, 0) == RowPlace{PageId{4}, PageId{0}, Slot{3}});
-  CHECK(place_of(c.view, s, LayerId{0}, HeadId{0}, 1) == RowPlace{PageId{2}, PageId{1}, Slot{0}});
+  CHECK(place_of({c.view, s, LayerId{0}, HeadId{0}}, 0) == RowPlace{PageId{4}, PageId{0}, Slot{3}});
+  CHECK(place_of({c.view, s, LayerId{0}, HeadId{0}}, 1) == RowPlace{PageId{2}, PageId{1}, Slot{0}});
 }
 
 TEST_CASE("move: everything in pages that is the row's moves, and no other byte changes",
@@ -132,9 +132,10 @@ TEST_CASE("move: everything in pages that is the row's moves, and no other byte 
     Cache c;
     const Cache before;  // the same bytes
     const LayerId l{1};
-    const RowPlace from = place_of(c.view, SequenceId{0}, l, h, 9);
-    const RowPlace to = place_of(c.view, SequenceId{0}, l, h, 2);
-    move_page_data(c.view, l, h, from, to);
+    const HeadRef head{c.view, SequenceId{0}, l, h};
+    const RowPlace from = place_of(head, 9);
+    const RowPlace to = place_of(head, 2);
+    move_page_data(head, from, to);
 
     CHECK(bytes_at(c.view.k.row(l, to.k_page, h, to.slot), 16) ==
           bytes_at(before.view.k.row(l, from.k_page, h, from.slot), 16));
@@ -168,7 +169,7 @@ TEST_CASE("move: the sequence planes move one element of one head of one layer e
   const auto element = [](std::int32_t l, std::int32_t h, std::int32_t r) {
     return static_cast<std::size_t>((l * heads + h) * rows + r);
   };
-  move_sequence_data(c.view, SequenceId{0}, LayerId{1}, HeadId{2}, 9, 2);
+  move_sequence_data({c.view, SequenceId{0}, LayerId{1}, HeadId{2}}, 9, 2);
   const auto moved = [&](const auto& now, auto then) {
     then[element(1, 2, 2)] = then[element(1, 2, 9)];
     return now == then;
@@ -188,12 +189,9 @@ TEST_CASE("move: what heads or layers have in common moves once, however many of
       for (std::int32_t h = 0; h < heads; ++h) {
         for (const auto& [from, to] : {std::pair{5, 3}, std::pair{7, 5}}) {
           const SequenceId s{0};
-          move_page_data(view,
-                         LayerId{l},
-                         HeadId{h},
-                         place_of(view, s, LayerId{l}, HeadId{h}, from),
-                         place_of(view, s, LayerId{l}, HeadId{h}, to));
-          move_sequence_data(view, s, LayerId{l}, HeadId{h}, from, to);
+          const HeadRef head{view, s, LayerId{l}, HeadId{h}};
+          move_page_data(head, place_of(head, from), place_of(head, to));
+          move_sequence_data(head, from, to);
         }
       }
     }
@@ -214,8 +212,8 @@ TEST_CASE("move: what heads or layers have in common moves once, however many of
       CHECK(c.positions[at(3)] == before.positions[at(5)]);
       CHECK(c.positions[at(5)] == before.positions[at(7)]);
       CHECK(c.positions[at(4)] == before.positions[at(4)]);
-      const RowPlace three = place_of(c.view, SequenceId{0}, LayerId{l}, HeadId{0}, 3);
-      const RowPlace five = place_of(c.view, SequenceId{0}, LayerId{l}, HeadId{0}, 5);
+      const RowPlace three = place_of({c.view, SequenceId{0}, LayerId{l}, HeadId{0}}, 3);
+      const RowPlace five = place_of({c.view, SequenceId{0}, LayerId{l}, HeadId{0}}, 5);
       CHECK(bytes_at(c.page_planes[1].row(LayerId{l}, three.k_page, HeadId{0}, three.slot), 4) ==
             bytes_at(before.page_planes[1].row(LayerId{l}, five.k_page, HeadId{0}, five.slot), 4));
     }
@@ -232,12 +230,9 @@ TEST_CASE("move: absent planes are no error", "[move][edge]") {
   c.view.page_plane_count = 0;
   c.view.unrotated_keys = {};
   const auto scales = c.scales;
-  move_sequence_data(c.view, SequenceId{0}, LayerId{0}, HeadId{0}, 9, 2);
-  move_page_data(c.view,
-                 LayerId{0},
-                 HeadId{0},
-                 place_of(c.view, SequenceId{0}, LayerId{0}, HeadId{0}, 9),
-                 place_of(c.view, SequenceId{0}, LayerId{0}, HeadId{0}, 2));
+  const HeadRef head{c.view, SequenceId{0}, LayerId{0}, HeadId{0}};
+  move_sequence_data(head, 9, 2);
+  move_page_data(head, place_of(head, 9), place_of(head, 2));
   CHECK(c.scales == scales);
   CHECK_FALSE(has_common_planes(c.view));
   CHECK(moved_row_bytes(c.view, LayerId{0}, HeadId{0}) == 16 + 24);

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <kvtrim/cache/check_view.hpp>
+#include <kvtrim/cache/live_rows.hpp>
 #include <kvtrim/cache/paged_cache.hpp>
 
 #include "catch.hpp"
@@ -87,7 +88,7 @@ Seen seen_of(PagedCache& cache, SequenceId s, std::int32_t l, std::int32_t h) {
   std::vector<float> key(static_cast<std::size_t>(p.key_dim)),
       value(static_cast<std::size_t>(p.value_dim));
   Seen out;
-  for_each_run(view, s, LayerId{l}, HeadId{h}, [&](const Run& run) {
+  for_each_run({view, s, LayerId{l}, HeadId{h}}, [&](const Run& run) {
     for (std::int32_t i = 0; i < run.count; ++i) {
       const Slot slot{raw(run.slot) + i};
       load_row(view.k, view.k.row(LayerId{l}, run.k_page, HeadId{h}, slot), key.data());
@@ -153,7 +154,7 @@ void add_rows(PagedCache& cache, SequenceId s, std::vector<std::byte>& out) {
   const CacheView view = cache.view();
   for (std::int32_t l = 0; l < view.layers; ++l) {
     for (std::int32_t h = 0; h < view.kv_heads; ++h) {
-      for_each_run(view, s, LayerId{l}, HeadId{h}, [&](const Run& run) {
+      for_each_run({view, s, LayerId{l}, HeadId{h}}, [&](const Run& run) {
         for (std::int32_t i = 0; i < run.count; ++i) {
           const Slot slot{raw(run.slot) + i};
           const std::byte* const key = view.k.row(LayerId{l}, run.k_page, HeadId{h}, slot);
@@ -190,7 +191,7 @@ Snapshot snapshot(PagedCache& cache) {
     });
     for (std::int32_t l = 0; l < p.layers; ++l) {
       for (std::int32_t h = 0; h < p.kv_heads; ++h) {
-        for_each_run(view, s, LayerId{l}, HeadId{h}, [&](const Run& run) {
+        for_each_run({view, s, LayerId{l}, HeadId{h}}, [&](const Run& run) {
           for (std::int32_t r = run.row; r < run.row + run.count; ++r) {
             out.numbers.push_back(raw(view.position(s, LayerId{l}, HeadId{h}, r)));
             out.numbers.push_back(view.rope_position(s, LayerId{l}, HeadId{h}, r));
@@ -280,7 +281,7 @@ void drop_first_page(PagedCache& cache, SequenceId s) {
         const LayerId layer{raw(l) + dl};
         const HeadId head{raw(h) + dh};
         for (std::int32_t r = 0; r < state.extent() - P; ++r) {
-          move_sequence_data(view, s, layer, head, r + P, r);
+          move_sequence_data({view, s, layer, head}, r + P, r);
         }
       }
     }
@@ -955,12 +956,9 @@ TEST_CASE(
     const CacheView view = cache.view();
     for (std::int32_t h = 0; h < 3; ++h) {
       for (std::int32_t r = 0; r < 4; ++r) {
-        move_page_data(view,
-                       {},
-                       HeadId{h},
-                       place_of(view, s, {}, HeadId{h}, r + 1),
-                       place_of(view, s, {}, HeadId{h}, r));
-        move_sequence_data(view, s, {}, HeadId{h}, r + 1, r);
+        const HeadRef head{view, s, LayerId{0}, HeadId{h}};
+        move_page_data(head, place_of(head, r + 1), place_of(head, r));
+        move_sequence_data(head, r + 1, r);
       }
     }
     SequenceState state = cache.state(s);

@@ -14,10 +14,7 @@ struct Careless {
   kvtrim::Status check(const kvtrim::CacheView&, const kvtrim::Observation&) const noexcept {
     return kvtrim::Status::ok;
   }
-  void score(const kvtrim::CacheView&,
-             kvtrim::SequenceId,
-             kvtrim::LayerId,
-             kvtrim::HeadId,
+  void score(const kvtrim::HeadRef&,
              const kvtrim::Observation&,
              std::span<std::byte>,
              std::span<float>) const MARKED {}

@@ -16,10 +16,7 @@ struct MyScores {
     return kvtrim::Status::ok;
   }
 #endif
-  void score(const kvtrim::CacheView&,
-             kvtrim::SequenceId,
-             kvtrim::LayerId,
-             kvtrim::HeadId,
+  void score(const kvtrim::HeadRef&,
              const kvtrim::Observation&,
              std::span<std::byte>,
              std::span<float>) const noexcept {}

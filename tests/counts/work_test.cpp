@@ -227,10 +227,7 @@ TEST_CASE("counts: a decode step of H2O moves at most a row a head and reads no 
   const Cost sums = Layer::cost_of([&] {
     for (std::int32_t h = 0; h < kv_heads; ++h) {
       accumulate_probabilities(policy.scorer(),
-                               view,
-                               SequenceId{0},
-                               LayerId{0},
-                               HeadId{h},
+                               {view, SequenceId{0}, LayerId{0}, HeadId{h}},
                                {probabilities.data(), query_heads / kv_heads, rows + 1});
     }
   });
@@ -251,7 +248,7 @@ TEST_CASE("counts: column sums of one query read each key once", "[counts]") {
   std::vector<std::byte> scratch(column_sums_scratch_bytes(dim));
   const Cost cost = Layer::cost_of([&] {
     accumulate_column_sums(
-        {}, view, SequenceId{0}, LayerId{0}, HeadId{0}, block, LayerId{0}, scratch);
+        {}, {view, SequenceId{0}, LayerId{0}, HeadId{0}}, block, LayerId{0}, scratch);
   });
   // 2 * 16 features * 960 rows * 4 heads
   CHECK(cost == Cost{.rows_read = 960, .flops = 122'880});
@@ -269,7 +266,7 @@ TEST_CASE("counts: a prompt's column sums skip most of the future", "[counts]") 
   std::vector<std::byte> scratch(column_sums_scratch_bytes(dim));
   const Cost cost = Layer::cost_of([&] {
     accumulate_column_sums(
-        {}, view, SequenceId{0}, LayerId{0}, HeadId{0}, block, LayerId{0}, scratch);
+        {}, {view, SequenceId{0}, LayerId{0}, HeadId{0}}, block, LayerId{0}, scratch);
   });
   const double all = 2.0 * dim * rows * rows * 4;
   CHECK(cost.rows_read == rows);

@@ -630,17 +630,14 @@ struct LayerCounter {
 
   std::size_t scratch_bytes(const PlanShape&) const noexcept { return 0; }
   Status check(const CacheView&, const Observation&) const noexcept { return Status::ok; }
-  void score(const CacheView& view,
-             SequenceId s,
-             LayerId l,
-             HeadId h,
+  void score(const HeadRef& head,
              const Observation&,
              std::span<std::byte>,
              std::span<float> out) const noexcept {
     ++*calls;
     for (std::size_t r = 0; r < out.size(); ++r) {
-      const std::int32_t p = raw(view.position(s, l, h, static_cast<std::int32_t>(r)));
-      out[r] = static_cast<float>((p * 37 + raw(l) * 11) % 101);
+      const std::int32_t p = raw(head.position(static_cast<std::int32_t>(r)));
+      out[r] = static_cast<float>((p * 37 + raw(head.layer) * 11) % 101);
     }
   }
 };

@@ -49,15 +49,8 @@ TEST_CASE("rerotate: each layer turns with its own frequencies, unless one array
     for (std::int32_t l = 0; l < 2; ++l) {
       std::byte* const at = view.key(SequenceId{0}, LayerId{l}, HeadId{1}, 0);
       store_row(view.k, at, ones.data());
-      rerotator.renumber(view,
-                         SequenceId{0},
-                         LayerId{l},
-                         HeadId{1},
-                         view.k_page(SequenceId{0}, LayerId{l}, HeadId{1}, 0),
-                         Slot{0},
-                         0,
-                         7,
-                         3);
+      const HeadRef head{view, SequenceId{0}, LayerId{l}, HeadId{1}};
+      rerotator.renumber(head, place_of(head, 0), 0, 7, 3);
       std::array<float, 8> turned{};
       load_row(view.k, at, turned.data());
       const auto expected = model.rotated(same ? 0 : l, {ones.begin(), ones.end()}, -4);
@@ -78,15 +71,8 @@ TEST_CASE("rerotate: a key that stays where it is keeps its bits", "[rerotate][e
   const std::array<float, 8> key{1e-40F, -0.0F, 3, 4, 5, 6, 7, 8};
   std::byte* const at = view.key(SequenceId{0}, LayerId{0}, HeadId{0}, 0);
   store_row(view.k, at, key.data());
-  rerotator.renumber(view,
-                     SequenceId{0},
-                     LayerId{0},
-                     HeadId{0},
-                     view.k_page(SequenceId{0}, LayerId{0}, HeadId{0}, 0),
-                     Slot{0},
-                     0,
-                     12,
-                     12);
+  const HeadRef head{view, SequenceId{0}, LayerId{0}, HeadId{0}};
+  rerotator.renumber(head, place_of(head, 0), 0, 12, 12);
   CHECK(std::memcmp(at, key.data(), sizeof key) == 0);
 }
 

@@ -5,6 +5,7 @@
 // rotation in double that does not call the library. The value of a row is {tag, layer * 16 + head}; its key is a fixed
 // function of (tag, layer, head), rotated to the row's rope position where the cache has a rotation.
 
+#include <kvtrim/cache/live_rows.hpp>
 #include <kvtrim/cache/paged_cache.hpp>
 #include <kvtrim/evict/apply.hpp>
 #include <kvtrim/evict/commit.hpp>
@@ -193,7 +194,7 @@ class TestCache {
     const CacheView view = cache.view(s);
     const LayerId layer{l};
     const HeadId head{h};
-    for_each_run(view, SequenceId{0}, layer, head, [&](const Run& run) {
+    for_each_run({view, SequenceId{0}, layer, head}, [&](const Run& run) {
       for (std::int32_t i = 0; i < run.count; ++i) {
         const Slot slot{raw(run.slot) + i};
         Row r;
@@ -311,7 +312,7 @@ class Prepared {
     for (std::int32_t s = 0; s < view.sequences; ++s) {
       for (std::int32_t l = 0; l < view.layers; ++l) {
         for (std::int32_t h = 0; h < view.kv_heads; ++h) {
-          for_each_run(view, SequenceId{s}, LayerId{l}, HeadId{h}, [&](const Run& run) {
+          for_each_run({view, SequenceId{s}, LayerId{l}, HeadId{h}}, [&](const Run& run) {
             for (std::int32_t r = run.row; r < run.row + run.count; ++r) {
               const Position p = view.position(SequenceId{s}, LayerId{l}, HeadId{h}, r);
               obs_.scores.at<float>(SequenceId{s}, LayerId{l}, HeadId{h}, r) =
@@ -483,7 +484,7 @@ struct EnginePages {
   Rows tags(std::int32_t s, std::int32_t h = 0) {
     Rows out;
     const CacheView v1 = view();
-    for_each_run(v1, SequenceId{s}, {}, HeadId{h}, [&](const Run& run) {
+    for_each_run({v1, SequenceId{s}, {}, HeadId{h}}, [&](const Run& run) {
       for (std::int32_t i = 0; i < run.count; ++i) {
         std::vector<float> value(index(v1.v.head_dim));
         load_row(v1.v, v1.v.row({}, run.v_page, HeadId{h}, Slot{raw(run.slot) + i}), value.data());

@@ -33,7 +33,7 @@ void attend(TestCache& t, SequenceId s, const HeavyHitter& policy, std::int32_t 
   for (std::int32_t h = 0; h < view.kv_heads; ++h) {
     std::vector<float> p;
     for (const Row& r : t.rows(s, 0, h)) { p.push_back(0.5F + 0.5F * noise(r.position, h, step)); }
-    accumulate_probabilities(policy.scorer(), view, {}, {}, HeadId{h}, {p.data(), 1, 0});
+    accumulate_probabilities(policy.scorer(), {view, {}, {}, HeadId{h}}, {p.data(), 1, 0});
   }
 }
 

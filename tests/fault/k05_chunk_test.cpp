@@ -48,7 +48,7 @@ std::vector<float> scores(
   REQUIRE(scorer.check(view, obs) == Status::ok);
   std::vector<std::byte> scratch(scorer.scratch_bytes(plan_shape(view, obs)));
   std::vector<float> out(index(t.cache.live_rows(s)));
-  scorer.score(view, {}, {}, HeadId{h}, obs, scratch, out);
+  scorer.score({view, {}, {}, HeadId{h}}, obs, scratch, out);
   return out;
 }
 

@@ -49,7 +49,7 @@ TEST_CASE(
     REQUIRE(scorer.check(view, obs) == Status::ok);
     std::vector<std::byte> scratch(scorer.scratch_bytes(plan_shape(view, obs)));
     std::vector<float> out(5);
-    scorer.score(view, {}, {}, HeadId{h}, obs, scratch, out);
+    scorer.score({view, {}, {}, HeadId{h}}, obs, scratch, out);
     return out;
   };
   CHECK(distance(scores(Reduction::mean, 0), std::vector{0.0, 4.5, 2.0, 2.5, 0.0}) < 1e-5);
@@ -78,12 +78,12 @@ TEST_CASE("B045 accumulated attention takes the mean over the group", "[layout][
   const SequenceId s = t.filled(4);
   const std::array<float, 8> group0{0, 9, 0, 1, 0, 0, 4, 4};
   const CacheView view = t.cache.view(s);
-  accumulate_probabilities({}, view, {}, {}, HeadId{0}, {group0.data(), 2, 4});
+  accumulate_probabilities({}, {view, {}, {}, HeadId{0}}, {group0.data(), 2, 4});
   const AccumulatedScorer scorer(AccumulateParams{});
   std::vector<float> out(4);
-  scorer.score(view, {}, {}, HeadId{0}, {}, {}, out);
+  scorer.score({view, {}, {}, HeadId{0}}, {}, {}, out);
   CHECK(out == std::vector<float>{0, 4.5F, 2, 2.5F});
-  scorer.score(view, {}, {}, HeadId{1}, {}, {}, out);
+  scorer.score({view, {}, {}, HeadId{1}}, {}, {}, out);
   CHECK(out == std::vector<float>{0, 0, 0, 0});  // the other KV head has seen nothing
 }
 

@@ -106,8 +106,8 @@ TEST_CASE("B053 each sequence of a batch is ranked by its own scores", "[batch][
   const CacheView view = t.cache.view();
   const std::array<float, 4> of_a{9, 0, 0, 0};
   const std::array<float, 4> of_b{0, 9, 0, 0};
-  accumulate_probabilities({}, view, a, {}, {}, {of_a.data(), 1, 0});
-  accumulate_probabilities({}, view, b, {}, {}, {of_b.data(), 1, 0});
+  accumulate_probabilities({}, {view, a, {}, {}}, {of_a.data(), 1, 0});
+  accumulate_probabilities({}, {view, b, {}, {}}, {of_b.data(), 1, 0});
   REQUIRE(evict_all(HeavyHitter({.heavy = 1, .recent = 1}), t).report.status == Status::ok);
   CHECK(t.positions(a) == Rows{0, 3});
   CHECK(t.positions(b) == Rows{1, 3});

@@ -52,7 +52,7 @@ TEST_CASE("B056 300 unit steps rank below 400 in a bf16 cache, and 1024 steps of
   for (std::int32_t step = 0; step < 1024; ++step) {
     const std::array<float, 4> p{
         step < 300 ? 1.0F : 0.0F, step < 400 ? 1.0F : 0.0F, 1.0F / 1024, 0.0F};
-    accumulate_probabilities({}, view, {}, {}, {}, {p.data(), 1, 0});
+    accumulate_probabilities({}, {view, {}, {}, {}}, {p.data(), 1, 0});
   }
   CHECK(total(view, 0) == 300.0F);
   CHECK(total(view, 1) == 400.0F);
@@ -80,14 +80,14 @@ TEST_CASE("B058 a logit of 741,455 from fp16 queries and keys of 256 stays finit
   const WindowScorer scorer({.window = 2, .kernel = 1});
   std::vector<std::byte> scratch(scorer.scratch_bytes(plan_shape(view, obs)));
   std::vector<float> scores(13);
-  scorer.score(view, {}, {}, {}, obs, scratch, scores);
+  scorer.score({view, {}, {}, {}}, obs, scratch, scores);
   for (std::size_t r = 0; r < 11; ++r) {
     CHECK(std::abs(scores[r] - (1.0F / 12 + 1.0F / 13) / 2) < 1e-6F);  // equal keys: uniform
   }
   // With 741,455.2 as the LSE each probability is 1: the logit is that number, and not 65,504 or infinity.
   const std::array<float, 2> lse{741'455.2F, 741'455.2F};
   obs.queries.lse = lse.data();
-  scorer.score(view, {}, {}, {}, obs, scratch, scores);
+  scorer.score({view, {}, {}, {}}, obs, scratch, scores);
   for (std::size_t r = 0; r < 11; ++r) { CHECK(std::abs(scores[r] - 1.0F) < 0.1F); }
 }
 
@@ -97,7 +97,7 @@ TEST_CASE("B058 accumulated scores beyond 65,504 keep their order in an fp16 cac
   const SequenceId s = t.filled(4);
   const CacheView view = t.cache.view(s);
   const std::array<float, 4> p{70'000, 80'000, 69'999, 0};
-  accumulate_probabilities({}, view, {}, {}, {}, {p.data(), 1, 0});
+  accumulate_probabilities({}, {view, {}, {}, {}}, {p.data(), 1, 0});
   CHECK(total(view, 0) == 70'000.0F);
   Input in;
   in.budgets = {3};

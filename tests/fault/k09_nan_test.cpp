@@ -87,7 +87,7 @@ TEST_CASE("B062 NaN in the unfilled rows of the last page reaches nothing", "[na
     std::vector<std::byte> scratch(scorer.scratch_bytes(plan_shape(view, obs)));
     Result result;
     result.scores.resize(13);
-    scorer.score(view, {}, {}, HeadId{1}, obs, scratch, result.scores);
+    scorer.score({view, {}, {}, HeadId{1}}, obs, scratch, result.scores);
     const Rerotator rerotator(view, t.rotation->rope(), PositionMode::in_cache);
     in.options.rerotator = &rerotator;
     in.options.removal = way;
@@ -227,7 +227,7 @@ TEST_CASE("B067 no stage touches a null or reserved page beyond the length, nor 
     for (const PageId p : sink.freed()) { CHECK((raw(p) >= 1 && raw(p) <= 3)); }
     for (const std::int32_t s : {0, 1}) {
       std::int32_t seen = 0;
-      for_each_run(view, SequenceId{s}, {}, {}, [&](const Run& r) { seen += r.count; });
+      for_each_run({view, SequenceId{s}, {}, {}}, [&](const Run& r) { seen += r.count; });
       CHECK(seen == lengths[index(s)]);
     }
   };

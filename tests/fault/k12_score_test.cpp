@@ -43,7 +43,7 @@ TEST_CASE("B080 a new token of score 0 is live until it leaves the window", "[sc
     const SequenceId s = t.filled(4);
     const std::array<float, 4> old{5, 4, 3, 2};
     for (const std::int32_t h : {0, 1}) {
-      accumulate_probabilities({}, t.cache.view(s), {}, {}, HeadId{h}, {old.data(), 1, 0});
+      accumulate_probabilities({}, {t.cache.view(s), {}, {}, HeadId{h}}, {old.data(), 1, 0});
     }
     const HeavyHitter policy({.heavy = 4 - recent, .recent = recent, .mode = mode, .grace = grace});
     for (std::int32_t token = 4; token < 44; ++token) {
@@ -76,7 +76,7 @@ TEST_CASE("B082 one reset clears rows, positions and scores together", "[score][
       for (const Row& r : t.rows(s, 0, h)) {
         p.push_back(0.5F + 0.5F * noise(r.position, h, step));
       }
-      accumulate_probabilities({}, t.cache.view(s), {}, {}, HeadId{h}, {p.data(), 1, 0});
+      accumulate_probabilities({}, {t.cache.view(s), {}, {}, HeadId{h}}, {p.data(), 1, 0});
     }
   };
   TestCache used(scored());
@@ -167,8 +167,8 @@ TEST_CASE("B084 scores are cut by the map that cuts the rows, for each head", "[
     std::reverse(q.begin(), q.begin() + 8);  // head 1 has them in positions 0..7 reversed
     for (std::size_t i = 0; i < 12; ++i) { q[i] += static_cast<float>(i) / 64; }
     const CacheView view = t.cache.view(s);
-    accumulate_probabilities({}, view, {}, {}, HeadId{0}, {p.data(), 1, 0});
-    accumulate_probabilities({}, view, {}, {}, HeadId{1}, {q.data(), 1, 0});
+    accumulate_probabilities({}, {view, {}, {}, HeadId{0}}, {p.data(), 1, 0});
+    accumulate_probabilities({}, {view, {}, {}, HeadId{1}}, {q.data(), 1, 0});
     Input in;
     in.options.removal = way;
     REQUIRE(evict(HeavyHitter({.heavy = 3, .recent = 4}), t, s, in).report.status == Status::ok);
@@ -255,7 +255,7 @@ TEST_CASE("B086 softmax runs over all keys, then the window's columns are cut", 
     const WindowScorer scorer({.window = window, .kernel = 1});
     std::vector<std::byte> scratch(scorer.scratch_bytes(plan_shape(view, obs)));
     std::vector<float> out(index(rows));
-    scorer.score(view, {}, {}, {}, obs, scratch, out);
+    scorer.score({view, {}, {}, {}}, obs, scratch, out);
     t.cache.destroy(s);
     return out;
   };

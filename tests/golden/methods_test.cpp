@@ -54,7 +54,7 @@ std::vector<float> scores_of(const S& scorer,
   REQUIRE(scorer.check(view, obs) == Status::ok);
   std::vector<std::byte> scratch(scorer.scratch_bytes(plan_shape(view, obs)));
   std::vector<float> out(static_cast<std::size_t>(view.live_rows(seq, layer, HeadId{h})));
-  scorer.score(view, seq, layer, HeadId{h}, obs, scratch, out);
+  scorer.score({view, seq, layer, HeadId{h}}, obs, scratch, out);
   return out;
 }
 

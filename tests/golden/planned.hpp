@@ -25,7 +25,7 @@ std::vector<float> scores_of(const S& scorer,
   REQUIRE(scorer.check(view, obs) == kvtrim::Status::ok);
   std::vector<std::byte> scratch(scorer.scratch_bytes(kvtrim::plan_shape(view, obs)));
   std::vector<float> out(static_cast<std::size_t>(view.live_rows(seq, layer, h)));
-  scorer.score(view, seq, layer, h, obs, scratch, out);
+  scorer.score({view, seq, layer, h}, obs, scratch, out);
   return out;
 }
 

@@ -55,7 +55,7 @@ void accumulate(const Layer& l, PagedCache& cache, std::int32_t first, std::int3
   std::vector<std::byte> scratch(column_sums_scratch_bytes(l.dim));
   for (std::int32_t h = 0; h < l.kv_heads; ++h) {
     accumulate_column_sums(
-        {}, cache.view(), seq, layer, HeadId{h}, l.block(first, n, true), layer, scratch);
+        {}, {cache.view(), seq, layer, HeadId{h}}, l.block(first, n, true), layer, scratch);
   }
 }
 

@@ -26,7 +26,7 @@ PagedCache cache_of(std::int32_t rows, std::int32_t page_size = 4) {
 }
 
 void add(const AccumulateParams& params, const CacheView& view, const Probabilities& p) {
-  accumulate_probabilities(params, view, SequenceId{0}, LayerId{0}, HeadId{0}, p);
+  accumulate_probabilities(params, {view, SequenceId{0}, LayerId{0}, HeadId{0}}, p);
 }
 
 std::vector<float> totals_of(const CacheView& view, const AccumulateParams& params = {}) {
@@ -169,6 +169,6 @@ TEST_CASE("accumulate: no page is written", "[accumulate]") {
   const CacheView view = cache.view();
   const std::vector<std::byte> before(view.k.base, view.k.base + view.k.page_stride * view.pages);
   const std::vector<float> p(9, 0.125F);
-  accumulate_probabilities({}, view, SequenceId{0}, LayerId{0}, HeadId{0}, {p.data(), 1, 0});
+  accumulate_probabilities({}, {view, SequenceId{0}, LayerId{0}, HeadId{0}}, {p.data(), 1, 0});
   CHECK(std::equal(before.begin(), before.end(), view.k.base));
 }

@@ -45,7 +45,7 @@ void accumulate(const AccumulateParams& params,
   const CacheView view = cache.view();
   Scratch scratch(column_sums_scratch_bytes(view.k.head_dim));
   accumulate_column_sums(
-      params, view, cache.sequence(), LayerId{0}, HeadId{h}, queries, LayerId{0}, scratch);
+      params, {view, cache.sequence(), LayerId{0}, HeadId{h}}, queries, LayerId{0}, scratch);
 }
 
 std::vector<float> totals_of(TestCache& cache, std::int32_t h) {
@@ -146,8 +146,11 @@ TEST_CASE("column_sums: chunks add up to the one-shot sums within 1e-6",
         chunk.data += first * 16;
         chunk.rows = n;
         chunk.lse += first;
-        accumulate_column_sums(
-            params, cache.view(), SequenceId{0}, LayerId{0}, HeadId{0}, chunk, LayerId{0}, scratch);
+        accumulate_column_sums(params,
+                               {cache.view(), SequenceId{0}, LayerId{0}, HeadId{0}},
+                               chunk,
+                               LayerId{0},
+                               scratch);
         first += n;
       }
       const auto got = scores_of(AccumulatedScorer({}), cache.view(), SequenceId{0}, HeadId{0}, {});
@@ -310,11 +313,11 @@ TEST_CASE("column_sums: layers and per-head tables are told apart, in the cache 
           view.score_compensations.at<float>(SequenceId{0}, LayerId{1}, HeadId{h}, r) = 0;
         }
         accumulate_column_sums(
-            {}, view, SequenceId{0}, LayerId{1}, HeadId{h}, all, LayerId{query_layer}, scratch);
-        AccumulatedScorer({}).score(view, SequenceId{0}, LayerId{1}, HeadId{h}, {}, {}, out);
+            {}, {view, SequenceId{0}, LayerId{1}, HeadId{h}}, all, LayerId{query_layer}, scratch);
+        AccumulatedScorer({}).score({view, SequenceId{0}, LayerId{1}, HeadId{h}}, {}, {}, out);
         CHECK(error_of(out, expected) < tolerance);
       }
-      AccumulatedScorer({}).score(view, SequenceId{0}, LayerId{0}, HeadId{h}, {}, {}, out);
+      AccumulatedScorer({}).score({view, SequenceId{0}, LayerId{0}, HeadId{h}}, {}, {}, out);
       CHECK(out == std::vector<float>(19, 0.0F));
     }
   }
@@ -340,10 +343,7 @@ TEST_CASE("column_sums: no bit depends on page size, page place, batch or old sc
           if (view.live_rows(s, LayerId{0}, HeadId{0}) == 0) { return; }
           Scratch scratch(column_sums_scratch_bytes(dim), alone ? 0xFF : 0x00);
           accumulate_column_sums({.decay = 0.99F},
-                                 view,
-                                 s,
-                                 LayerId{0},
-                                 HeadId{static_cast<std::int32_t>(item % 2)},
+                                 {view, s, LayerId{0}, HeadId{static_cast<std::int32_t>(item % 2)}},
                                  queries.block,
                                  LayerId{0},
                                  scratch);
@@ -376,10 +376,7 @@ TEST_CASE("column_sums: working space is one tile, whatever the rows", "[column_
     Queries queries(d, d.tokens - 2, 2, LseForm::natural);
     std::vector<std::byte> memory(bytes + 64, std::byte{0x5A});
     accumulate_column_sums({},
-                           cache.view(),
-                           SequenceId{0},
-                           LayerId{0},
-                           HeadId{0},
+                           {cache.view(), SequenceId{0}, LayerId{0}, HeadId{0}},
                            queries.block,
                            LayerId{0},
                            std::span(memory).first(bytes));

@@ -48,7 +48,7 @@ std::vector<float> scores_of(const Scores& scores,
   std::vector<std::byte> scratch(scorer.scratch_bytes(plan_shape(view, obs)));
   std::vector<float> out(
       static_cast<std::size_t>(view.live_rows(SequenceId{0}, LayerId{l}, HeadId{h})));
-  scorer.score(view, SequenceId{0}, LayerId{l}, HeadId{h}, obs, scratch, out);
+  scorer.score({view, SequenceId{0}, LayerId{l}, HeadId{h}}, obs, scratch, out);
   return out;
 }
 

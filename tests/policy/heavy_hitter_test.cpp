@@ -155,10 +155,7 @@ void compare(const Run& run, const Algorithm& algorithm) {
           }
           accumulate_probabilities(
               run.policy.scorer(),
-              c.cache.view(),
-              SequenceId{0},
-              LayerId{l},
-              HeadId{h},
+              {c.cache.view(), SequenceId{0}, LayerId{l}, HeadId{h}},
               {probabilities.data(), group, static_cast<std::int64_t>(list.size())});
         }
         algorithms[static_cast<std::size_t>(l * kv_heads + h)](list);
@@ -310,8 +307,9 @@ TEST_CASE("h2o: decay and age normalisation rank as sums in double do", "[h2o][p
         p[static_cast<std::size_t>(r)] = x;
         t->score = t->score * static_cast<double>(decay) + static_cast<double>(x);
       });
-      accumulate_probabilities(
-          policy.scorer(), c.cache.view(), SequenceId{0}, LayerId{0}, HeadId{0}, {p.data(), 1, 0});
+      accumulate_probabilities(policy.scorer(),
+                               {c.cache.view(), SequenceId{0}, LayerId{0}, HeadId{0}},
+                               {p.data(), 1, 0});
       REQUIRE(c.evict(policy).status == Status::ok);
       const auto kept = c.kept(0);
       const auto rank = [&](const Token& t) {

@@ -273,7 +273,7 @@ Law law_of() {
     std::vector<float> out(
         static_cast<std::size_t>(view.live_rows(SequenceId{0}, LayerId{1}, HeadId{1})),
         std::nanf(""));
-    scorer.score(view, SequenceId{0}, LayerId{1}, HeadId{1}, obs, scratch, out);
+    scorer.score({view, SequenceId{0}, LayerId{1}, HeadId{1}}, obs, scratch, out);
     return out;
   };
   law.demand = [](std::int32_t tokens, std::int32_t layer) {

@@ -425,7 +425,7 @@ TEST_CASE("page_selector: accumulated attention ranks pages", "[page]") {
   for (std::int32_t h = 0; h < 2; ++h) {
     std::vector<float> probabilities(40, 0.01F);
     probabilities[at(h == 0 ? 22 : 13)] = 0.5F;
-    accumulate_probabilities({}, cache.view(), s, {}, HeadId{h}, {probabilities.data(), 1, 0});
+    accumulate_probabilities({}, {cache.view(), s, {}, HeadId{h}}, {probabilities.data(), 1, 0});
   }
   PageSelector<AccumulateParams>::Params p;
   p.budget = 16;
@@ -1132,7 +1132,7 @@ TEST_CASE("page_selector: accumulated scores hold a budget over 2,000 generated 
           probabilities[at(r)] += 0.5F;
         }
       }
-      accumulate_probabilities({}, cache.view(), s, {}, HeadId{h}, {probabilities.data(), 1, 0});
+      accumulate_probabilities({}, {cache.view(), s, {}, HeadId{h}}, {probabilities.data(), 1, 0});
     }
     const Report report = evict(policy, cache, cache.view(), {}, workspace);
     REQUIRE(report.status == Status::ok);

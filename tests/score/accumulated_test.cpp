@@ -18,7 +18,7 @@ TEST_CASE("accumulated: age normalisation divides by the queries that saw the ro
   REQUIRE(cache.try_extend(SequenceId{0}, 4) == Status::ok);
   const CacheView view = cache.view();
   const std::vector<float> p{8.0F, 6.0F, 4.0F, 3.0F};
-  accumulate_probabilities({}, view, SequenceId{0}, LayerId{0}, HeadId{0}, {p.data(), 1, 0});
+  accumulate_probabilities({}, {view, SequenceId{0}, LayerId{0}, HeadId{0}}, {p.data(), 1, 0});
   const auto totals_of = [&](const AccumulateParams& params) {
     return scores_of(AccumulatedScorer(params), view, SequenceId{0}, HeadId{0}, {});
   };

@@ -26,7 +26,7 @@ TEST_CASE("external: copies the scores of its sequence, layer and head bit for b
       for (std::int32_t h = 0; h < 4; ++h) {
         for (const std::int32_t n : {0, 1, rows}) {
           std::vector<float> out(at(n), 77.0F);
-          ExternalScorer{}.score({}, SequenceId{s}, LayerId{l}, HeadId{h}, obs, {}, out);
+          ExternalScorer{}.score({{}, SequenceId{s}, LayerId{l}, HeadId{h}}, obs, {}, out);
           const auto first = scores.begin() + ((s * 3 + l) * 4 + h) * rows;
           CHECK(bits_of(out) == bits_of({first, first + n}));
         }
@@ -41,7 +41,7 @@ TEST_CASE("external: strides of 0 share one array among layers and heads", "[ext
   obs.scores = SequencePlane::dense(scores.data(), 1, 1, 3);
   obs.scores.layer_stride = obs.scores.head_stride = 0;
   std::vector<float> out(3);
-  ExternalScorer{}.score({}, SequenceId{0}, LayerId{5}, HeadId{2}, obs, {}, out);
+  ExternalScorer{}.score({{}, SequenceId{0}, LayerId{5}, HeadId{2}}, obs, {}, out);
   CHECK(out == scores);
 }
 

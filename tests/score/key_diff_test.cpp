@@ -156,8 +156,10 @@ TEST_CASE("key_diff: no bit depends on page size, page place, batch, executor or
           const SequenceId s{static_cast<std::int32_t>(n / 2)};
           const HeadId h{static_cast<std::int32_t>(n % 2)};
           out[at(n)].resize(at(view.live_rows(s, LayerId{0}, h)));
-          scorer.score(
-              view, s, LayerId{0}, h, {}, std::span(memory).subspan(at(n * 7), bytes), out[at(n)]);
+          scorer.score({view, s, LayerId{0}, h},
+                       {},
+                       std::span(memory).subspan(at(n * 7), bytes),
+                       out[at(n)]);
         }
       });
     }

@@ -39,7 +39,7 @@ std::vector<float> scores_in(const S& scorer,
   Scratch scratch(scorer.scratch_bytes(plan_shape(view, obs)), fill);
   const SequenceState state = view.state(SequenceId{s}, LayerId{l}, HeadId{h});
   std::vector<float> out(at(state.extent()), -7.0F);
-  scorer.score(view, SequenceId{s}, LayerId{l}, HeadId{h}, obs, scratch, out);
+  scorer.score({view, SequenceId{s}, LayerId{l}, HeadId{h}}, obs, scratch, out);
   return out;
 }
 
@@ -115,10 +115,7 @@ void check_bits(const S& scorer) {
         for (std::size_t w = 0; w < 3; ++w) {
           threads.emplace_back([&, w] {
             std::vector<std::byte> memory(bytes + 64);
-            scorer.score(view,
-                         SequenceId{1},
-                         LayerId{1},
-                         HeadId{1},
+            scorer.score({view, SequenceId{1}, LayerId{1}, HeadId{1}},
                          obs,
                          std::span(memory).subspan(w * 7, bytes),
                          out[w]);
@@ -182,7 +179,7 @@ void check_ranges(const S& scorer) {
       for (const std::int32_t n : {0, 1, 3, 260 - first}) {
         if (first + n > 260) { continue; }
         std::vector<float> some(at(n), -7.0F);
-        scorer.score_rows(view, SequenceId{0}, LayerId{1}, HeadId{0}, obs, first, scratch, some);
+        scorer.score_rows({view, SequenceId{0}, LayerId{1}, HeadId{0}}, obs, first, scratch, some);
         INFO("hole " << hole << ", rows " << first << " + " << n);
         CHECK(bits_of(some) == bits_of({all.begin() + first, all.begin() + first + n}));
       }

@@ -154,7 +154,7 @@ TEST_CASE("no_allocation: scores, sums and selection allocate nothing", "[no_all
           std::vector<std::byte> scratch(scorer.scratch_bytes(plan_shape(view, obs)));
           std::vector<float> out(300);
           CHECK(allocations_of([&] {
-                  scorer.score(view, SequenceId{0}, LayerId{0}, HeadId{0}, obs, scratch, out);
+                  scorer.score({view, SequenceId{0}, LayerId{0}, HeadId{0}}, obs, scratch, out);
                 }) == 0);
 
           const SnapKVSelector policy({.window = 32, .budget = 100});
@@ -166,10 +166,7 @@ TEST_CASE("no_allocation: scores, sums and selection allocate nothing", "[no_all
         std::vector<std::byte> scratch(column_sums_scratch_bytes(dim));
         CHECK(allocations_of([&] {
                 accumulate_column_sums({.decay = 0.9F, .squared = true},
-                                       view,
-                                       SequenceId{0},
-                                       LayerId{0},
-                                       HeadId{0},
+                                       {view, SequenceId{0}, LayerId{0}, HeadId{0}},
                                        with_lse.block,
                                        LayerId{0},
                                        scratch);
@@ -178,9 +175,9 @@ TEST_CASE("no_allocation: scores, sums and selection allocate nothing", "[no_all
         std::vector<float> out(300);
         CHECK(allocations_of([&] {
                 accumulate_probabilities(
-                    {}, view, SequenceId{0}, LayerId{0}, HeadId{0}, {p.data(), 16, 300});
+                    {}, {view, SequenceId{0}, LayerId{0}, HeadId{0}}, {p.data(), 16, 300});
                 AccumulatedScorer({.age_normalised = true})
-                    .score(view, SequenceId{0}, LayerId{0}, HeadId{0}, {}, {}, out);
+                    .score({view, SequenceId{0}, LayerId{0}, HeadId{0}}, {}, {}, out);
               }) == 0);
       }
     }
@@ -197,7 +194,7 @@ TEST_CASE("no_allocation: scores of methods and decorators allocate nothing", "[
     std::vector<float> out(300);
     return allocations_of([&] {
       static_cast<void>(scorer.check(view, obs));
-      scorer.score(view, SequenceId{0}, LayerId{1}, HeadId{1}, obs, scratch, out);
+      scorer.score({view, SequenceId{0}, LayerId{1}, HeadId{1}}, obs, scratch, out);
     });
   };
   CHECK(allocations_by(KeyNormScorer(KeyNormParams{})) == 0);
@@ -244,7 +241,7 @@ TEST_CASE("no_allocation: ExpectedAttention, LagKV, CurKV, R-KV and chunks alloc
         std::vector<std::byte> scratch(scorer.scratch_bytes(plan_shape(view, obs)));
         std::vector<float> out(300);
         CHECK(allocations_of([&] {
-                scorer.score(view, SequenceId{0}, LayerId{0}, HeadId{1}, obs, scratch, out);
+                scorer.score({view, SequenceId{0}, LayerId{0}, HeadId{1}}, obs, scratch, out);
               }) == 0);
       };
       check(ExpectedAttentionScorer(expected));
@@ -271,7 +268,7 @@ TEST_CASE("no_allocation: pooling, keys, top_k, external scores and rings alloca
           pool(d.keys, Pooling::max, 15, out);
           static_cast<void>(order_keys(out, keys));
           top_k(keys, kept);
-          ExternalScorer{}.score({}, SequenceId{0}, LayerId{0}, HeadId{0}, obs, {}, out);
+          ExternalScorer{}.score({{}, SequenceId{0}, LayerId{0}, HeadId{0}}, obs, {}, out);
           ring.push(SequenceId{0}, LayerId{0}, 64, d.queries.data(), positions.data());
           static_cast<void>(ring.queries());
           ring.fork(SequenceId{0}, SequenceId{0});

@@ -174,9 +174,9 @@ void check_sums(const PageSelector<T>& policy, Batch& b, const Sums& sums, bool 
         std::vector<float> rows(at(lengths[at(s)]));
         Scratch scratch(scorer.scratch_bytes(plan_shape(view, obs)));
         if (external) {
-          ExternalScorer{}.score(view, SequenceId{s}, LayerId{l}, HeadId{h}, obs, scratch, rows);
+          ExternalScorer{}.score({view, SequenceId{s}, LayerId{l}, HeadId{h}}, obs, scratch, rows);
         } else {
-          scorer.score(view, SequenceId{s}, LayerId{l}, HeadId{h}, obs, scratch, rows);
+          scorer.score({view, SequenceId{s}, LayerId{l}, HeadId{h}}, obs, scratch, rows);
         }
         std::vector<float> pages(at(pages_for(lengths[at(s)], view.page_size)));
         std::vector<float> page(at(view.page_size));

@@ -356,7 +356,7 @@ std::vector<float> scores_of(const S& scorer,
   Scratch scratch(scorer.scratch_bytes(plan_shape(view, obs)), fill);
   const std::int32_t hole = view.state(s, l, h).append_row >= 0 ? 1 : 0;
   std::vector<float> out(at(view.live_rows(s, l, h) + hole), -7.0F);
-  scorer.score(view, s, l, h, obs, scratch, out);
+  scorer.score({view, s, l, h}, obs, scratch, out);
   return out;
 }
 

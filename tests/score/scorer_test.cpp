@@ -22,10 +22,7 @@ namespace {
 struct ByRow {
   std::size_t scratch_bytes(const PlanShape&) const noexcept { return 0; }
   Status check(const CacheView&, const Observation&) const noexcept { return Status::ok; }
-  void score(const CacheView&,
-             SequenceId,
-             LayerId,
-             HeadId,
+  void score(const HeadRef&,
              const Observation&,
              std::span<std::byte>,
              std::span<float> out) const noexcept {
@@ -33,22 +30,10 @@ struct ByRow {
   }
 };
 struct Throwing : ByRow {
-  void score(const CacheView&,
-             SequenceId,
-             LayerId,
-             HeadId,
-             const Observation&,
-             std::span<std::byte>,
-             std::span<float>) const {}
+  void score(const HeadRef&, const Observation&, std::span<std::byte>, std::span<float>) const {}
 };
 struct NotConst : ByRow {
-  void score(const CacheView&,
-             SequenceId,
-             LayerId,
-             HeadId,
-             const Observation&,
-             std::span<std::byte>,
-             std::span<float>) noexcept {}
+  void score(const HeadRef&, const Observation&, std::span<std::byte>, std::span<float>) noexcept {}
 };
 struct BoolCheck : ByRow {
   bool check(const CacheView&, const Observation&) const noexcept { return true; }
@@ -57,10 +42,7 @@ struct WithMemory : ByRow {
   std::string name;  // not trivially copyable
 };
 struct Doubles : ByRow {
-  void score(const CacheView&,
-             SequenceId,
-             LayerId,
-             HeadId,
+  void score(const HeadRef&,
              const Observation&,
              std::span<std::byte>,
              std::span<double>) const noexcept {}
@@ -87,9 +69,9 @@ TEST_CASE("scorer: parameters find their scorer, a scorer is its own", "[scorer]
 TEST_CASE("scorer: NoScorer writes 0 for every row and needs nothing", "[scorer]") {
   const NoScorer scorer{NoScores{}};
   std::vector<float> out(7, nan_f);
-  scorer.score({}, {}, {}, {}, {}, {}, out);
+  scorer.score({{}, {}, {}, {}}, {}, {}, out);
   CHECK(out == std::vector<float>(7, 0.0F));
-  scorer.score({}, {}, {}, {}, {}, {}, {});
+  scorer.score({{}, {}, {}, {}}, {}, {}, {});
   CHECK(scorer.scratch_bytes({}) == 0);
   CHECK(scorer.check({}, {}) == Status::ok);
 }

@@ -338,7 +338,7 @@ TEST_CASE("window: layers and per-head tables read their own queries and keys", 
       for (std::int32_t h = 0; h < 2; ++h) {
         Scratch scratch(scorer.scratch_bytes(plan_shape(view, obs)));
         std::vector<float> out(19);
-        scorer.score(view, SequenceId{0}, LayerId{l}, HeadId{h}, obs, scratch, out);
+        scorer.score({view, SequenceId{0}, LayerId{l}, HeadId{h}}, obs, scratch, out);
         const Head p = head_of(l == 0 ? one : two, h, 13, 6);
         CHECK(error_of(out, window_scores(p, probabilities_of(p), params)) < tolerance);
       }
@@ -620,7 +620,7 @@ TEST_CASE("window: no bit depends on page size, page place, batch, executor or o
         out[at(n)].resize(at(view.live_rows(s, LayerId{0}, h)));
         // Any alignment will do.
         const auto memory = std::span(scratch[at(worker)]).subspan(at(n * 7), bytes);
-        scorer.score(view, s, LayerId{0}, h, first.obs, memory, out[at(n)]);
+        scorer.score({view, s, LayerId{0}, h}, first.obs, memory, out[at(n)]);
       };
       executor.for_each(6, item);
       CHECK(bits_of(out[2]) == expected[0]);

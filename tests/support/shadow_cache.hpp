@@ -4,7 +4,7 @@
 // A PagedCache beside a dense copy of every live token, head by head, kept with the standard library alone. The copy
 // knows what must be live, at which rope position and with which score; `fault()` says in words where the cache differs.
 
-#include <kvtrim/cache/cache_view.hpp>
+#include <kvtrim/cache/live_rows.hpp>
 #include <kvtrim/cache/paged_cache.hpp>
 #include <kvtrim/core/dtype.hpp>
 #include <kvtrim/core/removal.hpp>
@@ -466,7 +466,7 @@ class ShadowCache {
                                       std::int32_t h,
                                       const std::vector<double>& query) {
     std::vector<std::vector<double>> keys, values;
-    for_each_run(view, ids_[at(s)], LayerId{l}, HeadId{h}, [&](Run run) {
+    for_each_run({view, ids_[at(s)], LayerId{l}, HeadId{h}}, [&](Run run) {
       for (std::int32_t i = 0; i < run.count; ++i) {
         const Slot slot{raw(run.slot) + i};
         auto key = read(view.k, view.k.row(LayerId{l}, run.k_page, HeadId{h}, slot));

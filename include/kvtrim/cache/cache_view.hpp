@@ -2,15 +2,14 @@
 #pragma once
 
 // The one way the library sees a cache. Everything that differs between engines (strides, dense and CSR tables,
-// per-head tables, separate K and V ids, padding, holes) is behind `for_each_run`.
+// per-head tables, separate K and V ids, padding, holes) is behind it and `for_each_run`.
 
 #include <kvtrim/cache/page_table.hpp>
 #include <kvtrim/cache/plane.hpp>
 #include <kvtrim/cache/sequence_state.hpp>
 
-#include <algorithm>
+#include <cstddef>
 #include <cstdint>
-#include <limits>
 #include <type_traits>
 
 namespace kvtrim {
@@ -18,7 +17,7 @@ namespace kvtrim {
 /// An engine's KV cache, or one layer of it, for a batch of sequences. Non-owning, trivially copyable.
 ///
 /// A row r of (sequence, layer, KV head) is entry `(r + first_row) / page_size` of its table, slot
-/// `(r + first_row) % page_size`. Rows are numbered 0..live-1, but for a hole (`SequenceState::append_row`) that the
+/// `(r + first_row) % page_size`. Rows are numbered 0..live-1, except for a hole (`SequenceState::append_row`) that the
 /// overwriting way of removal leaves until the next append fills it.
 struct CacheView {
   Plane k{};                   ///< keys
@@ -166,55 +165,5 @@ namespace detail {
   return values;
 }
 }  // namespace detail
-
-/// Rows that lie in one page, one after the other.
-struct Run {
-  std::int32_t row;    ///< first row
-  std::int32_t count;  ///< rows, at least 1
-  PageId k_page;       ///< page of the keys
-  PageId v_page;       ///< page of the values
-  Slot slot;           ///< slot of the first row
-};
-
-/// Calls `f(Run)` for all live rows of (sequence, layer, KV head), ascending, a page at a time; a hole is left out.
-///
-/// \param from  first row looked at
-/// \param to    row behind the last one looked at
-/// \pre the table names a page for every live row
-/// \par Complexity
-/// O(pages of the rows looked at); no allocation. Nothing beyond the live rows is read, no table entry beyond them either.
-template <class F>
-void for_each_run(
-    const CacheView& view,
-    SequenceId s,
-    LayerId l,
-    HeadId h,
-    F&& f,
-    std::int32_t from = 0,
-    std::int32_t to = std::numeric_limits<std::int32_t>::max()) noexcept(noexcept(f(Run{}))) {
-  const SequenceState state = view.state(s, l, h);
-  const std::int32_t live = view.live_rows(s, l, h);
-  const std::int32_t hole = state.append_row;
-  const std::int32_t extent = std::min(live + (hole >= 0 ? 1 : 0), to);
-  const std::int32_t first = view.first_row(s);
-  const std::int32_t* const entries = view.table.row(s, l, h);
-  for (std::int32_t r = from; r < extent;) {
-    const std::int32_t page = (r + first) / view.page_size;
-    const std::int32_t slot = (r + first) % view.page_size;
-    std::int32_t count = view.page_size - slot;
-    if (count > extent - r) { count = extent - r; }
-    if (r == hole) {
-      ++r;
-      continue;
-    }
-    if (hole > r && hole < r + count) { count = hole - r; }
-    f(Run{r,
-          count,
-          view.table.page(entries[page]),
-          view.table.page(entries[page + view.table.v_offset]),
-          Slot{slot}});
-    r += count;
-  }
-}
 
 }  // namespace kvtrim

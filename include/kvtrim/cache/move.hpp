@@ -4,7 +4,7 @@
 // Moving one row means moving everything that is the row's: key, value, page planes, sequence planes. This is the only
 // place that knows the list, so that nothing can be left behind.
 
-#include <kvtrim/cache/cache_view.hpp>
+#include <kvtrim/cache/head_ref.hpp>
 
 #include <cstring>
 
@@ -19,8 +19,8 @@ struct RowPlace {
 };
 
 /// Place of row `r` by the tables as they are.
-[[nodiscard]] inline RowPlace place_of(
-    const CacheView& view, SequenceId s, LayerId l, HeadId h, std::int32_t r) noexcept {
+[[nodiscard]] inline RowPlace place_of(const HeadRef& head, std::int32_t r) noexcept {
+  const auto& [view, s, l, h] = head;
   const std::int32_t at = r + view.first_row(s);
   return {view.k_page(s, l, h, at / view.page_size),
           view.v_page(s, l, h, at / view.page_size),
@@ -70,8 +70,8 @@ void for_each_sequence_plane(const CacheView& view, F&& f) noexcept {
 }
 
 /// Copies all that lies in pages of one row of one KV head to another place.
-inline void move_page_data(
-    const CacheView& view, LayerId l, HeadId h, RowPlace from, RowPlace to) noexcept {
+inline void move_page_data(const HeadRef& head, RowPlace from, RowPlace to) noexcept {
+  const auto& [view, s, l, h] = head;
   copy_row(view.k, view.k.row(l, from.k_page, h, from.slot), view.k.row(l, to.k_page, h, to.slot));
   copy_row(view.v, view.v.row(l, from.v_page, h, from.slot), view.v.row(l, to.v_page, h, to.slot));
   if (view.unrotated_keys.base != nullptr) {
@@ -133,12 +133,8 @@ class CopyQueue {
 }  // namespace detail
 
 /// Copies the sequence planes' elements of row `from` to row `to`.
-inline void move_sequence_data(const CacheView& view,
-                               SequenceId s,
-                               LayerId l,
-                               HeadId h,
-                               std::int32_t from,
-                               std::int32_t to) noexcept {
+inline void move_sequence_data(const HeadRef& head, std::int32_t from, std::int32_t to) noexcept {
+  const auto& [view, s, l, h] = head;
   detail::for_each_sequence_plane(view, [&](const SequencePlane& plane) {
     if (!detail::moves_with(plane, l, h)) { return; }
     std::memcpy(plane.row(s, l, h, to),

@@ -133,11 +133,11 @@ class PagedCache {
       for (std::int32_t e = 0; e < used; ++e) { pool_.retain(PageId{entries[e]}); }
       state_of(*made, t) = from;
       touch(*made, t);
-      for_each_head(all, t, [&](LayerId l, HeadId h) {
+      for_each_head(all, s, t, [&](const HeadRef& head) {
         detail::for_each_sequence_plane(all, [&](const SequencePlane& plane) {
           if (!plane) { return; }
-          std::memcpy(plane.row(*made, l, h, 0),
-                      plane.row(s, l, h, 0),
+          std::memcpy(plane.row(*made, head.layer, head.head, 0),
+                      plane.row(s, head.layer, head.head, 0),
                       index(from.extent()) * index(plane.element_bytes));
         });
       });
@@ -192,8 +192,7 @@ class PagedCache {
     std::int64_t needed = 0;
     for (std::int32_t t = 0; t < tables_ && n > 0; ++t) {
       const SequenceState& state = state_of(s, t);
-      const std::int64_t extent =
-          state.extent() + static_cast<std::int64_t>(n) - (state.append_row >= 0 ? 1 : 0);
+      const std::int64_t extent = state.live_rows + static_cast<std::int64_t>(n);
       if (extent > params_.max_rows) { return Status::too_many_rows; }
       needed += pages_for(static_cast<std::int32_t>(extent), params_.page_size) -
                 pages_for(state.extent(), params_.page_size);
@@ -222,7 +221,7 @@ class PagedCache {
       const HeadId head{h};
       const Write& w = writes_[table_index(s, all.table_of(layer, head))];
       for (std::int32_t i = 0; i < w.count; ++i) {
-        const RowPlace at = place_of(all, s, layer, head, w.row(i));
+        const RowPlace at = place_of({all, s, layer, head}, w.row(i));
         store_row(
             k_, k_.row(layer, at.k_page, head, at.slot), element(keys, i, h, params_.key_dim));
         store_row(
@@ -432,10 +431,11 @@ class PagedCache {
   }
 
   template <class F>
-  static void for_each_head(const CacheView& all, std::int32_t t, F&& f) noexcept {
+  static void for_each_head(const CacheView& all, SequenceId s, std::int32_t t, F&& f) noexcept {
     for (std::int32_t l = 0; l < all.layers_per_table(); ++l) {
       for (std::int32_t h = 0; h < all.heads_per_table(); ++h) {
-        f(LayerId{raw(all.first_layer(t)) + l}, HeadId{raw(all.first_head(t)) + h});
+        f(HeadRef{
+            all, s, LayerId{raw(all.first_layer(t)) + l}, HeadId{raw(all.first_head(t)) + h}});
       }
     }
   }
@@ -493,7 +493,9 @@ class PagedCache {
          ++e) {
       entries[e] = raw(pool_.try_acquire().value_or(null_page));  // counted before: there is one
     }
-    for_each_head(all, t, [&](LayerId l, HeadId h) {
+    for_each_head(all, s, t, [&](const HeadRef& head) {
+      const LayerId l = head.layer;
+      const HeadId h = head.head;
       for (std::int32_t i = 0; i < n; ++i) {
         all.positions.at<Position>(s, l, h, w.row(i)) = Position{state.next_position + i};
         all.rope_positions.at<std::int32_t>(s, l, h, w.row(i)) = state.next_rope_position + i;
@@ -524,11 +526,11 @@ class PagedCache {
     const SequenceState& state = state_of(s, t);
     Truncation result;
     bool first = true;
-    for_each_head(all, t, [&](LayerId l, HeadId h) {
+    for_each_head(all, s, t, [&](const HeadRef& head) {
       std::int32_t kept = 0;
       std::int32_t last = -1;
       for (std::int32_t r = 0; r < state.extent(); ++r) {
-        if (r != state.append_row && all.position(s, l, h, r) < next) { ++kept, last = r; }
+        if (r != state.append_row && head.position(r) < next) { ++kept, last = r; }
       }
       if (!first && kept != result.kept) { result.status = Status::unequal_budget; }
       first = false;
@@ -547,16 +549,16 @@ class PagedCache {
   void truncate_table(const CacheView& all, SequenceId s, std::int32_t t, Position next) noexcept {
     SequenceState& state = state_of(s, t);
     const std::int32_t kept = truncated_rows(all, s, t, next).kept;
-    for_each_head(all, t, [&](LayerId l, HeadId h) {
+    for_each_head(all, s, t, [&](const HeadRef& head) {
       const auto stays = [&](std::int32_t r) {
-        return r != state.append_row && all.position(s, l, h, r) < next;
+        return r != state.append_row && head.position(r) < next;
       };
       std::int32_t from = state.extent() - 1;
       for (std::int32_t to = 0; to < kept; ++to) {
         if (stays(to)) { continue; }
         while (!stays(from)) { --from; }
-        move_page_data(all, l, h, place_of(all, s, l, h, from), place_of(all, s, l, h, to));
-        move_sequence_data(all, s, l, h, from, to);
+        move_page_data(head, place_of(head, from), place_of(head, to));
+        move_sequence_data(head, from, to);
         state.ordered = state.ordered && to == kept - 1;  // newer than the rows that follow
         --from;
       }

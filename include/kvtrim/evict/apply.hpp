@@ -193,21 +193,21 @@ class HeadMover {
   }
 
   void overwrite() const noexcept {
+    const HeadRef head{view_, s_, l_, h_};
     const std::int32_t victim = plan_.head(s_, l_, h_).victim;
     // A hole at the end of the table is none: the row there is the last one in use.
     const std::int32_t free = table_.append_row >= 0 ? table_.append_row : table_.extent_before - 1;
     const std::int32_t gone =
         rerotator_.mode() == PositionMode::keep ? 0 : view_.rope_position(s_, l_, h_, victim);
     if (victim != free) {
-      move_page_data(
-          view_, l_, h_, place_of(view_, s_, l_, h_, free), place_of(view_, s_, l_, h_, victim));
-      move_sequence_data(view_, s_, l_, h_, free, victim);
+      move_page_data(head, place_of(head, free), place_of(head, victim));
+      move_sequence_data(head, free, victim);
     }
     if (rerotator_.mode() != PositionMode::in_cache) { return; }
     for (std::int32_t r = 0; r < table_.extent_before; ++r) {
       if (r == free) { continue; }
       const std::int32_t old = view_.rope_position(s_, l_, h_, r);
-      if (old > gone) { renumber(place_of(view_, s_, l_, h_, r), r, old - 1); }
+      if (old > gone) { renumber(place_of(head, r), r, old - 1); }
     }
   }
 
@@ -219,7 +219,7 @@ class HeadMover {
       if (rank >= rerotator_.sinks() || table_.live_after <= rerotator_.sinks()) { return; }
       to = window_begin() - rerotator_.sinks() + rank;
     }
-    rerotator_.renumber(view_, s_, l_, h_, place.k_page, place.slot, rank, rope, to);
+    rerotator_.renumber({view_, s_, l_, h_}, place, rank, rope, to);
     rope = to;
   }
 

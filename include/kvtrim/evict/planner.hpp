@@ -142,9 +142,9 @@ class Planner : public RowChoice {
              SelectScratch& scratch,
              std::span<float> scores) const noexcept {
     if (given_) {
-      ExternalScorer{}.score(view_, s, l, h, obs_, scratch.scorer, scores);
+      ExternalScorer{}.score({view_, s, l, h}, obs_, scratch.scorer, scores);
     } else {
-      scorer_.score(view_, s, l, h, obs_, scratch.scorer, scores);
+      scorer_.score({view_, s, l, h}, obs_, scratch.scorer, scores);
     }
   }
 
@@ -328,7 +328,7 @@ class Planner : public RowChoice {
         void rescore() const noexcept {
           const auto factors = scratch.factors.first(scores.size());
           FactorScorer<P>(planner.policy_.second_stage())
-              .score(planner.view_, s, l, h, planner.obs_, scratch.scorer, factors);
+              .score({planner.view_, s, l, h}, planner.obs_, scratch.scorer, factors);
           for (std::size_t r = 0; r < scores.size(); ++r) {
             scores[r] = planner.policy_.rescaled(scores[r], factors[r]);
           }

@@ -4,7 +4,7 @@
 // Renumbering rotated keys. A 16-bit key that is rotated again and again is lost (1,000 unit rotations in bf16: half of
 // it), so what cannot be done well is refused where the mode is bound to the view, not at the first eviction.
 
-#include <kvtrim/cache/cache_view.hpp>
+#include <kvtrim/cache/move.hpp>
 #include <kvtrim/core/error.hpp>
 #include <kvtrim/core/removal.hpp>
 #include <kvtrim/core/rope.hpp>
@@ -125,28 +125,26 @@ class Rerotator {
   ///
   /// \param from  rope position it stands at
   /// \param rank  its rank among the kept rows, by position (which pristine sink it is)
-  void renumber(const CacheView& view,
-                SequenceId s,
-                LayerId l,
-                HeadId h,
-                PageId page,
-                Slot slot,
+  void renumber(const HeadRef& head,
+                RowPlace place,
                 std::int32_t rank,
                 std::int32_t from,
                 std::int32_t to) const noexcept {
     if (!rotates_ || from == to) { return; }
+    const auto& [view, s, l, h] = head;
     std::array<float, max_head_dim> key{};
     KVTRIM_ASSERT(view.k.head_dim <= max_head_dim);
-    std::byte* const at = view.k.row(l, page, h, slot);
+    std::byte* const at = view.k.row(l, place.k_page, h, place.slot);
     std::int32_t delta = to - from;
     if (mode_ == PositionMode::sinks_follow) {
-      const std::int64_t head =
+      const std::int64_t first =
           (static_cast<std::int64_t>(raw(s)) * view.layers + raw(l)) * view.kv_heads + raw(h);
-      const float* const sink = pristine_.keys + (head * pristine_.sinks + rank) * view.k.head_dim;
+      const float* const sink = pristine_.keys + (first * pristine_.sinks + rank) * view.k.head_dim;
       std::copy_n(sink, view.k.head_dim, key.begin());
       delta = to;
     } else if (source_) {
-      load_row(view.unrotated_keys, view.unrotated_keys.row(l, page, h, slot), key.data());
+      load_row(
+          view.unrotated_keys, view.unrotated_keys.row(l, place.k_page, h, place.slot), key.data());
       delta = to;
     } else {
       load_row(view.k, at, key.data());

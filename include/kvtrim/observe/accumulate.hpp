@@ -4,7 +4,7 @@
 // Accumulated attention lives in two sequence planes, a sum and its rounding error, that are forked, cut and moved with
 // the rows. Nothing here writes a page.
 
-#include <kvtrim/cache/cache_view.hpp>
+#include <kvtrim/cache/head_ref.hpp>
 #include <kvtrim/core/compensated.hpp>
 #include <kvtrim/observe/detail/packet.hpp>
 #include <kvtrim/policy/accumulate_params.hpp>
@@ -21,7 +21,7 @@ struct Probabilities {
   std::int64_t head_stride = 0;  ///< floats between them
 };
 
-/// Adds one query's probabilities to the accumulated scores of (sequence, layer, KV head).
+/// Adds one query's probabilities to the accumulated scores of one KV head.
 ///
 /// \param probabilities  by row of the table; a row that is not finite is added as it is, and then ranks lowest (NaN)
 /// \pre `view.score_sums` and `view.score_compensations` are there; no hole
@@ -30,14 +30,12 @@ struct Probabilities {
 /// \par Source
 /// Zhang et al., 2023, arXiv:2306.14048 (H2O); the group mean is ours (the paper has no grouped heads), as kvpress's
 inline void accumulate_probabilities(const AccumulateParams& params,
-                                     const CacheView& view,
-                                     SequenceId s,
-                                     LayerId l,
-                                     HeadId h,
+                                     const HeadRef& head,
                                      const Probabilities& probabilities) noexcept {
   using detail::Packet;
   constexpr std::int32_t width = detail::packet_floats;
-  const std::int32_t live = view.live_rows(s, l, h);
+  const auto [view, s, l, h] = head;
+  const std::int32_t live = head.live_rows();
   const Packet share = detail::pset1<Packet>(1.0F / static_cast<float>(probabilities.group));
   float* const all_sums = view.score_sums.array<float>(s, l, h);
   float* const all_compensations = view.score_compensations.array<float>(s, l, h);

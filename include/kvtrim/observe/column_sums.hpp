@@ -4,7 +4,7 @@
 // Column sums of the attention matrix without the matrix: one key tile at a time, with the LSE that attention had
 // anyway. Memory is one tile, whatever the prompt.
 
-#include <kvtrim/cache/cache_view.hpp>
+#include <kvtrim/cache/head_ref.hpp>
 #include <kvtrim/core/arena.hpp>
 #include <kvtrim/core/compensated.hpp>
 #include <kvtrim/observe/detail/key_tile.hpp>
@@ -54,8 +54,8 @@ struct ColumnSumScratch {
   return arena.bytes();
 }
 
-/// Adds the attention that each of many queries pays to each live row to the accumulated scores of (sequence, layer, KV
-/// head): the mean over the query heads of the group, summed over the queries.
+/// Adds the attention that each of many queries pays to each live row to the accumulated scores of one KV head: the mean
+/// over the query heads of the group, summed over the queries.
 ///
 /// \param queries      rows of the chunk just attended, with their LSE
 /// \param query_layer  layer index inside `queries`
@@ -68,20 +68,18 @@ struct ColumnSumScratch {
 /// \par Source
 /// Zhang et al., 2023, arXiv:2306.14048 (H2O, the prompt's column sums)
 inline void accumulate_column_sums(const AccumulateParams& params,
-                                   const CacheView& view,
-                                   SequenceId s,
-                                   LayerId l,
-                                   HeadId h,
+                                   const HeadRef& head,
                                    const QueryBlock& queries,
                                    LayerId query_layer,
                                    std::span<std::byte> scratch) noexcept {
+  const auto [view, s, l, h] = head;
   Arena arena(scratch);
   const std::int32_t dim = view.k.head_dim;
   const auto mem = detail::ColumnSumScratch::take(arena, dim);
   KVTRIM_ASSERT(arena.ok() && queries.lse != nullptr);
   const std::int32_t group = queries.query_heads / view.kv_heads;
   const std::int32_t count = queries.count(s);
-  const std::int32_t next = view.state(s, l, h).next_position;
+  const std::int32_t next = head.state().next_position;
   const float share = 1.0F / static_cast<float>(group);
   const detail::LogitScale scaled(detail::scale_of(queries, dim), queries.soft_cap);
   const auto index = [](std::int64_t i) { return static_cast<std::size_t>(i); };
@@ -90,7 +88,7 @@ inline void accumulate_column_sums(const AccumulateParams& params,
   };
   const double decay_all = decay_after(-1);
 
-  detail::for_each_key_tile(view, s, l, h, mem.tiles, [&](std::int32_t first, std::int32_t rows) {
+  detail::for_each_key_tile(head, mem.tiles, [&](std::int32_t first, std::int32_t rows) {
     detail::pack_keys(mem.tiles, dim, rows);
     const auto oldest_of = [&](std::int32_t begin, std::int32_t end) {
       return *std::min_element(mem.tiles.positions.begin() + begin,
@@ -105,7 +103,7 @@ inline void accumulate_column_sums(const AccumulateParams& params,
     }
     const Position oldest = oldest_of(0, rows);
     for (std::int32_t g = 0; g < group; ++g) {
-      const std::int32_t head = raw(h) * group + g;
+      const std::int32_t query_head = raw(h) * group + g;
       for (std::int32_t begin = 0; begin < count; begin += detail::column_sum_queries) {
         const std::int32_t block = std::min(detail::column_sum_queries, count - begin);
         if (queries.position(s, begin + block - 1, next) < oldest) {
@@ -113,11 +111,11 @@ inline void accumulate_column_sums(const AccumulateParams& params,
         }  // all of the tile is their future
         for (std::int32_t i = 0; i < detail::padded_queries(block); ++i) {
           const float* const query =
-              i < block ? queries.row(s, query_layer, head, begin + i) : nullptr;
+              i < block ? queries.row(s, query_layer, query_head, begin + i) : nullptr;
           detail::pack_query(query, dim, i, mem.queries.data());
           if (query == nullptr) { continue; }
-          const float lse =
-              detail::natural(queries.lse_of(s, query_layer, head, begin + i), queries.lse_base);
+          const float lse = detail::natural(queries.lse_of(s, query_layer, query_head, begin + i),
+                                            queries.lse_base);
           const bool votes = detail::finite(&lse, 1) && detail::finite(query, dim);
           mem.positions[index(i)] = queries.position(s, begin + i, next);
           mem.lse[index(i)] = lse;

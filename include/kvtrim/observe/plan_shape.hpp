@@ -1,17 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <kvtrim/cache/cache_view.hpp>
+#include <kvtrim/cache/live_rows.hpp>
 #include <kvtrim/core/types.hpp>
 #include <kvtrim/observe/observation.hpp>
 
 #include <algorithm>
 #include <cstdint>
-#include <limits>
 
 namespace kvtrim {
 
-/// What the size of a workspace depends on. Every field is an upper bound, but `kv_heads`: fewer of them mean larger
+/// What the size of a workspace depends on. Every field is an upper bound except `kv_heads`: fewer of them mean larger
 /// groups of query heads.
 struct PlanShape {
   std::int32_t sequences = 1;            ///< sequences of the view
@@ -52,17 +51,11 @@ struct PlanShape {
   for (std::int32_t s = 0; s < view.sequences; ++s) {
     shape.query_rows = std::max(shape.query_rows, obs.queries.count(SequenceId{s}));
     for (std::int32_t t = 0; t < view.tables_per_sequence(); ++t) {
-      const LayerId l = view.first_layer(t);
-      const HeadId h = view.first_head(t);
-      const std::int64_t rows = static_cast<std::int64_t>(view.live_rows(SequenceId{s}, l, h)) +
-                                (view.state(SequenceId{s}, l, h).append_row >= 0 ? 1 : 0) +
-                                view.first_row(SequenceId{s});
-      const std::int64_t room =
-          static_cast<std::int64_t>(view.table.capacity(SequenceId{s}, l, h)) * view.page_size;
-      const std::int64_t most = std::numeric_limits<std::int32_t>::max();
-      shape.max_rows = std::max(
-          shape.max_rows,
-          static_cast<std::int32_t>(std::clamp<std::int64_t>(std::min(rows, room), 0, most)));
+      const HeadRef head{view, SequenceId{s}, view.first_layer(t), view.first_head(t)};
+      const std::int32_t extent = LiveRows(head).extent();
+      if (extent > 0) {
+        shape.max_rows = std::max(shape.max_rows, extent + view.first_row(head.sequence));
+      }
     }
   }
   return shape;

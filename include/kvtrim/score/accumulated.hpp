@@ -32,13 +32,11 @@ class AccumulatedScorer {
     return view.score_sums && view.score_compensations ? Status::ok : Status::bad_observation;
   }
   /// Sum plus compensation, divided by `next position - position` if asked.
-  void score(const CacheView& view,
-             SequenceId s,
-             LayerId l,
-             HeadId h,
+  void score(const HeadRef& head,
              const Observation&,
              std::span<std::byte>,
              std::span<float> out) const noexcept {
+    const auto [view, s, l, h] = head;
     const float* const sums = view.score_sums.array<float>(s, l, h);
     const float* const compensations = view.score_compensations.array<float>(s, l, h);
     if (!params_.age_normalised && sums != nullptr && compensations != nullptr) {
@@ -48,12 +46,12 @@ class AccumulatedScorer {
           Eigen::Map<const Eigen::ArrayXf>(compensations, n);
       return;
     }
-    const std::int32_t next = view.state(s, l, h).next_position;
+    const std::int32_t next = head.state().next_position;
     for (std::size_t i = 0; i < out.size(); ++i) {
       const auto r = static_cast<std::int32_t>(i);
       const float total =
           view.score_sums.at<float>(s, l, h, r) + view.score_compensations.at<float>(s, l, h, r);
-      const std::int32_t age = next - raw(view.position(s, l, h, r));
+      const std::int32_t age = next - raw(head.position(r));
       out[i] = params_.age_normalised && age > 0 ? total / static_cast<float>(age) : total;
     }
   }

@@ -3,7 +3,7 @@
 
 // Chunks are cut by position, not by row: a row is in the same chunk after an eviction as before it.
 
-#include <kvtrim/cache/row_order.hpp>
+#include <kvtrim/cache/live_rows.hpp>
 #include <kvtrim/policy/chunk_kv.hpp>
 #include <kvtrim/score/detail/layer_rows.hpp>
 #include <kvtrim/score/scorer.hpp>
@@ -56,17 +56,15 @@ class ChunkedScorer {
                                                                       : Status::bad_observation;
   }
 
-  /// Writes the score of each live row, the same for every `h`; a hole's is 0.
-  void score(const CacheView& view,
-             SequenceId s,
-             LayerId l,
-             HeadId,
+  /// Writes the score of each live row, the same for every KV head; a hole's is 0.
+  void score(const HeadRef& head,
              const Observation& obs,
              std::span<std::byte> scratch,
              std::span<float> out) const noexcept {
-    const HeadId first{0};
-    const std::int32_t live = view.live_rows(s, l, first);
-    const std::int32_t hole = view.state(s, l, first).append_row;
+    const auto& [view, s, l, asked] = head;
+    const HeadRef first{view, s, l, HeadId{0}};
+    const LiveRows rows(first);
+    const std::int32_t live = rows.count();
     const std::size_t own = own_bytes(live);
     KVTRIM_ASSERT(own <= scratch.size());
     Arena arena(scratch.first(own));
@@ -75,16 +73,16 @@ class ChunkedScorer {
     // A token score that is common to the layer already is not added up again.
     const std::int32_t heads = LayerScorer<Token> ? 1 : view.kv_heads;
     for (std::int32_t h = 0; h < heads; ++h) {
-      token_.score(view, s, l, HeadId{h}, obs, scratch.subspan(own), out);
+      token_.score({view, s, l, HeadId{h}}, obs, scratch.subspan(own), out);
       for (std::int32_t i = 0; i < live; ++i) {
-        mem.sums[index(i)] += static_cast<double>(out[index(detail::row_of(i, hole))]);
+        mem.sums[index(i)] += static_cast<double>(out[index(rows.row(i))]);
       }
     }
     std::fill(out.begin(), out.end(), 0.0F);
-    detail::order_rows(view, s, l, first, mem.order);
+    rows.order(mem.order);
+    const auto row_of = [&](std::int32_t rank) { return rows.row(mem.order[index(rank)]); };
     const auto chunk_of = [&](std::int32_t rank) {
-      const std::int32_t row = detail::row_of(mem.order[index(rank)], hole);
-      return raw(view.position(s, l, first, row)) / chunk_;
+      return raw(first.position(row_of(rank))) / chunk_;
     };
     for (std::int32_t begin = 0, end = 0; begin < live; begin = end) {
       double sum = 0;
@@ -93,8 +91,7 @@ class ChunkedScorer {
         sum += mem.sums[index(mem.order[index(end)])];
       }
       for (std::int32_t rank = begin; rank < end; ++rank) {
-        out[index(detail::row_of(mem.order[index(rank)], hole))] =
-            static_cast<float>(sum / (end - begin));
+        out[index(row_of(rank))] = static_cast<float>(sum / (end - begin));
       }
     }
   }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <kvtrim/cache/row_order.hpp>
+#include <kvtrim/cache/live_rows.hpp>
 #include <kvtrim/policy/cur_kv.hpp>
 #include <kvtrim/score/detail/row_blocks.hpp>
 #include <kvtrim/score/scorer.hpp>
@@ -53,26 +53,19 @@ class CurScorer {
   }
 
   /// Writes the score of each live row; a hole's is 0.
-  void score(const CacheView& view,
-             SequenceId s,
-             LayerId l,
-             HeadId h,
+  void score(const HeadRef& head,
              const Observation&,
              std::span<std::byte> scratch,
              std::span<float> out) const noexcept {
-    const std::int32_t live = view.live_rows(s, l, h);
-    const std::int32_t hole = view.state(s, l, h).append_row;
+    const LiveRows rows(head);
     Arena arena(scratch);
-    const Layout mem = Layout::take(arena, std::max(view.k.head_dim, view.v.head_dim), live);
+    const Layout mem =
+        Layout::take(arena, std::max(head.view.k.head_dim, head.view.v.head_dim), rows.count());
     KVTRIM_ASSERT(arena.ok());
     std::fill(out.begin(), out.end(), 0.0F);
-    detail::order_rows(view, s, l, h, mem.order);
-    if (params_.form != CurForm::values) {
-      shares(view, s, l, h, detail::Side::keys, mem, mem.keys);
-    }
-    if (params_.form != CurForm::keys) {
-      shares(view, s, l, h, detail::Side::values, mem, mem.values);
-    }
+    rows.order(mem.order);
+    if (params_.form != CurForm::values) { shares(head, detail::Side::keys, mem, mem.keys); }
+    if (params_.form != CurForm::keys) { shares(head, detail::Side::values, mem, mem.values); }
     double total = 0;
     for (const std::int32_t i : mem.order) {
       double& x = mem.keys[index(i)];
@@ -83,8 +76,8 @@ class CurScorer {
                                              : y;
       total += std::isnan(x) ? 0.0 : x;
     }
-    for (std::int32_t i = 0; i < live; ++i) {
-      out[index(detail::row_of(i, hole))] =
+    for (std::int32_t i = 0; i < rows.count(); ++i) {
+      out[index(rows.row(i))] =
           static_cast<float>(total > 0 ? mem.keys[index(i)] / total : mem.keys[index(i)]);
     }
   }
@@ -107,20 +100,16 @@ class CurScorer {
 
   static std::size_t index(std::int64_t i) noexcept { return static_cast<std::size_t>(i); }
 
-  void shares(const CacheView& view,
-              SequenceId s,
-              LayerId l,
-              HeadId h,
+  void shares(const HeadRef& head,
               detail::Side side,
               const Layout& mem,
               std::span<double> out) const noexcept {
-    const std::int32_t dim = detail::dim_of(view, side);
-    detail::for_each_row(
-        view, s, l, h, side, mem.block, [&](std::int32_t i, const float* row, bool finite) {
-          const Eigen::Map<const Eigen::ArrayXf> x(row, dim);
-          out[index(i)] =
-              finite ? x.cast<double>().square().sum() : std::numeric_limits<double>::quiet_NaN();
-        });
+    const std::int32_t dim = detail::dim_of(head.view, side);
+    detail::for_each_row(head, side, mem.block, [&](std::int32_t i, const float* row, bool finite) {
+      const Eigen::Map<const Eigen::ArrayXf> x(row, dim);
+      out[index(i)] =
+          finite ? x.cast<double>().square().sum() : std::numeric_limits<double>::quiet_NaN();
+    });
     const std::size_t live = mem.order.size();
     const std::size_t window =
         params_.window > 0 ? index(params_.window) : std::max<std::size_t>(1, live);

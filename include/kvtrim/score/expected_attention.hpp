@@ -4,7 +4,7 @@
 // The queries to come are taken as normal: mean and covariance before RoPE, turned by the mean rotation of the next
 // positions. So a whole prompt votes at the price of two small matrices, and no query need be kept.
 
-#include <kvtrim/cache/row_order.hpp>
+#include <kvtrim/cache/live_rows.hpp>
 #include <kvtrim/observe/detail/key_tile.hpp>
 #include <kvtrim/observe/detail/tile_product.hpp>
 #include <kvtrim/policy/expected_attention.hpp>
@@ -98,35 +98,32 @@ class ExpectedAttentionScorer {
   ///
   /// \param scratch  [scratch_bytes(shape)]
   /// \param[out] out [rows of the table in use]
-  void score(const CacheView& view,
-             SequenceId s,
-             LayerId l,
-             HeadId h,
+  void score(const HeadRef& head,
              const Observation& obs,
              std::span<std::byte> scratch,
              std::span<float> out) const noexcept {
-    const std::int32_t dim = view.k.head_dim;
-    const std::int32_t live = view.live_rows(s, l, h);
+    const CacheView& view = head.view;
+    const LiveRows rows(head);
+    const std::int32_t live = rows.count();
     const std::int32_t group = obs.statistics.query_heads / view.kv_heads;
-    const SequenceState state = view.state(s, l, h);
     Arena arena(scratch);
-    const Layout mem = Layout::take(arena, params_, dim, view.v.head_dim, group, live);
+    const Layout mem = Layout::take(arena, params_, view.k.head_dim, view.v.head_dim, group, live);
     KVTRIM_ASSERT(arena.ok());
     std::fill(out.begin(), out.end(), 0.0F);
 
-    detail::order_rows(view, s, l, h, mem.order);
+    rows.order(mem.order);
     std::fill(mem.takes_part.begin(), mem.takes_part.end(), std::uint8_t{1});
     for (std::int32_t rank = 0; rank < std::min(params_.sinks, live); ++rank) {
       mem.takes_part[index(mem.order[index(rank)])] = 0;
     }
-    rotate_statistics(l, s, h, obs.statistics, group, state.next_rope_position, mem);
+    rotate_statistics(head, obs.statistics, group, mem);
     const bool matrix = params_.covariance && obs.statistics.covariance != nullptr;
-    expected_logits(view, s, l, h, group, matrix, mem);
+    expected_logits(head, group, matrix, mem);
     const bool any = expected_attention(group, mem);
     constexpr float nan = std::numeric_limits<float>::quiet_NaN();
     const auto finish = [&](std::int32_t i, double norm) {
       const double attention = mem.attention[index(i)] + static_cast<double>(params_.epsilon);
-      out[index(detail::row_of(i, state.append_row))] =
+      out[index(rows.row(i))] =
           any && mem.bad[index(i)] == 0 ? static_cast<float>(attention * norm) : nan;
     };
     if (!params_.value_norm) {
@@ -140,7 +137,7 @@ class ExpectedAttentionScorer {
              finite ? std::sqrt(value.cast<double>().square().sum())
                     : std::numeric_limits<double>::quiet_NaN());
     };
-    detail::for_each_row(view, s, l, h, detail::Side::values, mem.values, score_value);
+    detail::for_each_row(head, detail::Side::values, mem.values, score_value);
   }
 
  private:
@@ -207,28 +204,28 @@ class ExpectedAttentionScorer {
   }
 
   // Query g: row 0 is R m, rows 1 .. head_dim are R C R^T, zeros behind.
-  void rotate_statistics(LayerId l,
-                         SequenceId s,
-                         HeadId h,
+  void rotate_statistics(const HeadRef& head,
                          const QueryStatistics& statistics,
                          std::int32_t group,
-                         std::int32_t first,
                          const Layout& mem) const noexcept {
+    const auto [view, s, l, h] = head;
+    const std::int32_t first = head.state().next_rope_position;
     const std::int32_t dim = statistics.dim;
     const bool matrix = params_.covariance && statistics.covariance != nullptr;
     std::fill(mem.statistics.begin(), mem.statistics.end(), 0.0F);
     for (std::int32_t g = 0; g < group; ++g) {
-      const std::int32_t head = raw(h) * group + g;
+      const std::int32_t query_head = raw(h) * group + g;
       float* const mean = mem.statistics.data();
       const auto row = [&](std::int32_t i) {
         return mean + static_cast<std::ptrdiff_t>(i + 1) * dim;
       };
-      std::copy_n(statistics.mean_of(s, l, head), dim, mean);
+      std::copy_n(statistics.mean_of(s, l, query_head), dim, mean);
       bool finite = detail::finite(mean, dim);
       for (std::int32_t i = 0; matrix && i < dim; ++i) {
-        std::copy_n(statistics.covariance_of(s, l, head) + static_cast<std::ptrdiff_t>(i) * dim,
-                    dim,
-                    row(i));
+        std::copy_n(
+            statistics.covariance_of(s, l, query_head) + static_cast<std::ptrdiff_t>(i) * dim,
+            dim,
+            row(i));
         finite = finite && detail::finite(row(i), dim);
       }
       mem.votes[index(g)] = finite ? 1 : 0;
@@ -247,45 +244,41 @@ class ExpectedAttentionScorer {
     }
   }
 
-  void expected_logits(const CacheView& view,
-                       SequenceId s,
-                       LayerId l,
-                       HeadId h,
+  void expected_logits(const HeadRef& head,
                        std::int32_t group,
                        bool matrix,
                        const Layout& mem) const noexcept {
-    const std::int32_t dim = view.k.head_dim;
+    const std::int32_t dim = head.view.k.head_dim;
     const std::int32_t height = detail::tile_rows(dim);
     const auto live = static_cast<std::int32_t>(mem.order.size());
     const float scale =
         params_.scale != 0 ? params_.scale : 1.0F / std::sqrt(static_cast<float>(dim));
-    detail::for_each_key_tile(
-        view, s, l, h, mem.tiles, [&](std::int32_t first, std::int32_t count) {
-          for (std::int32_t t = 0; t < count; ++t) {
-            mem.bad[index(first + t)] = mem.tiles.bad[index(t)];
-            if (mem.tiles.bad[index(t)] != 0) { mem.takes_part[index(first + t)] = 0; }
-          }
-          for (std::int32_t g = 0; g < group; ++g) {
-            if (mem.votes[index(g)] == 0) { continue; }
-            detail::multiply(mem.tiles,
-                             dim,
-                             mem.queries.data() + static_cast<std::ptrdiff_t>(g) * mem.padded * dim,
-                             matrix ? mem.padded : detail::padded_queries(1),
-                             mem.products.data());
-            Eigen::Map<Eigen::ArrayXf> logit(mem.products.data(), height);
-            logit *= scale;
-            for (std::int32_t i = 0; matrix && i < dim; ++i) {
-              const Eigen::Map<const Eigen::ArrayXf> product(
-                  mem.products.data() + static_cast<std::ptrdiff_t>(i + 1) * height, height);
-              const Eigen::Map<const Eigen::ArrayXf, 0, Eigen::InnerStride<>> feature(
-                  mem.tiles.tile.data() + i, height, Eigen::InnerStride<>(dim));
-              logit += feature * product * (scale * scale / 2);
-            }
-            std::copy_n(mem.products.data(),
-                        count,
-                        mem.logits.data() + static_cast<std::ptrdiff_t>(g) * live + first);
-          }
-        });
+    detail::for_each_key_tile(head, mem.tiles, [&](std::int32_t first, std::int32_t count) {
+      for (std::int32_t t = 0; t < count; ++t) {
+        mem.bad[index(first + t)] = mem.tiles.bad[index(t)];
+        if (mem.tiles.bad[index(t)] != 0) { mem.takes_part[index(first + t)] = 0; }
+      }
+      for (std::int32_t g = 0; g < group; ++g) {
+        if (mem.votes[index(g)] == 0) { continue; }
+        detail::multiply(mem.tiles,
+                         dim,
+                         mem.queries.data() + static_cast<std::ptrdiff_t>(g) * mem.padded * dim,
+                         matrix ? mem.padded : detail::padded_queries(1),
+                         mem.products.data());
+        Eigen::Map<Eigen::ArrayXf> logit(mem.products.data(), height);
+        logit *= scale;
+        for (std::int32_t i = 0; matrix && i < dim; ++i) {
+          const Eigen::Map<const Eigen::ArrayXf> product(
+              mem.products.data() + static_cast<std::ptrdiff_t>(i + 1) * height, height);
+          const Eigen::Map<const Eigen::ArrayXf, 0, Eigen::InnerStride<>> feature(
+              mem.tiles.tile.data() + i, height, Eigen::InnerStride<>(dim));
+          logit += feature * product * (scale * scale / 2);
+        }
+        std::copy_n(mem.products.data(),
+                    count,
+                    mem.logits.data() + static_cast<std::ptrdiff_t>(g) * live + first);
+      }
+    });
   }
 
   // Softmax of each query head in double, mean over them. False: no query head has a vote.

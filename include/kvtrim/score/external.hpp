@@ -25,13 +25,11 @@ struct ExternalScorer {
     return obs.scores && obs.scores.element_bytes == 4 ? Status::ok : Status::bad_observation;
   }
   /// Copies them.
-  void score(const CacheView&,
-             SequenceId s,
-             LayerId l,
-             HeadId h,
+  void score(const HeadRef& head,
              const Observation& obs,
              std::span<std::byte>,
              std::span<float> out) const noexcept {
+    const auto [view, s, l, h] = head;
     for (std::size_t r = 0; r < out.size(); ++r) {
       out[r] = obs.scores.at<float>(s, l, h, static_cast<std::int32_t>(r));
     }

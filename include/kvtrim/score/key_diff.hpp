@@ -4,6 +4,7 @@
 // Keys that point where all the others point carry little of their own. No query is needed, so the score can be had
 // before a question is known.
 
+#include <kvtrim/cache/live_rows.hpp>
 #include <kvtrim/observe/detail/key_tile.hpp>
 #include <kvtrim/policy/key_diff.hpp>
 #include <kvtrim/score/scorer.hpp>
@@ -48,18 +49,14 @@ class KeyDiffScorer {
   }
 
   /// Writes the score of each live row; a hole's is 0.
-  void score(const CacheView& view,
-             SequenceId s,
-             LayerId l,
-             HeadId h,
+  void score(const HeadRef& head,
              const Observation&,
              std::span<std::byte> scratch,
              std::span<float> out) const noexcept {
-    const std::int32_t dim = view.k.head_dim;
-    const std::int32_t live = view.live_rows(s, l, h);
-    const std::int32_t hole = view.state(s, l, h).append_row;
+    const std::int32_t dim = head.view.k.head_dim;
+    const LiveRows rows(head);
     Arena arena(scratch);
-    const Layout mem = Layout::take(arena, dim, live);
+    const Layout mem = Layout::take(arena, dim, rows.count());
     KVTRIM_ASSERT(arena.ok());
     std::fill(out.begin(), out.end(), 0.0F);
     Eigen::Map<Eigen::ArrayXd> anchor(mem.anchor.data(), dim);
@@ -68,30 +65,27 @@ class KeyDiffScorer {
       return Eigen::Map<const Eigen::ArrayXf>(
           mem.tiles.tile.data() + static_cast<std::ptrdiff_t>(t) * dim, dim);
     };
-    detail::for_each_key_tile(
-        view, s, l, h, mem.tiles, [&](std::int32_t first, std::int32_t count) {
-          for (std::int32_t t = 0; t < count; ++t) {
-            const bool bad = mem.tiles.bad[static_cast<std::size_t>(t)] != 0;
-            const float norm =
-                bad ? std::numeric_limits<float>::quiet_NaN() : std::sqrt(key(t).square().sum());
-            mem.norms[static_cast<std::size_t>(first + t)] = norm;
-            if (norm > 0) { anchor += (key(t) / norm).cast<double>(); }
-          }
-        });
+    detail::for_each_key_tile(head, mem.tiles, [&](std::int32_t first, std::int32_t count) {
+      for (std::int32_t t = 0; t < count; ++t) {
+        const bool bad = mem.tiles.bad[static_cast<std::size_t>(t)] != 0;
+        const float norm =
+            bad ? std::numeric_limits<float>::quiet_NaN() : std::sqrt(key(t).square().sum());
+        mem.norms[static_cast<std::size_t>(first + t)] = norm;
+        if (norm > 0) { anchor += (key(t) / norm).cast<double>(); }
+      }
+    });
     const double length = std::sqrt(anchor.square().sum());
     Eigen::Map<Eigen::ArrayXf> direction(mem.direction.data(), dim);
     if (length > 0) { anchor /= length; }
     direction = anchor.cast<float>();
-    detail::for_each_key_tile(
-        view, s, l, h, mem.tiles, [&](std::int32_t first, std::int32_t count) {
-          for (std::int32_t t = 0; t < count; ++t) {
-            const std::int32_t i = first + t;
-            const float norm = mem.norms[static_cast<std::size_t>(i)];
-            const std::int32_t row = i + (hole >= 0 && i >= hole ? 1 : 0);
-            out[static_cast<std::size_t>(row)] =
-                norm == 0 ? 0.0F : -(key(t) * direction).sum() / norm;
-          }
-        });
+    detail::for_each_key_tile(head, mem.tiles, [&](std::int32_t first, std::int32_t count) {
+      for (std::int32_t t = 0; t < count; ++t) {
+        const std::int32_t i = first + t;
+        const float norm = mem.norms[static_cast<std::size_t>(i)];
+        out[static_cast<std::size_t>(rows.row(i))] =
+            norm == 0 ? 0.0F : -(key(t) * direction).sum() / norm;
+      }
+    });
   }
 
  private:

@@ -4,7 +4,7 @@
 // What comes next normalises what came before: no query is needed. Keys and values are read twice, first for the
 // extremes of each partition, then for the scores, so that memory is that of the extremes.
 
-#include <kvtrim/cache/row_order.hpp>
+#include <kvtrim/cache/live_rows.hpp>
 #include <kvtrim/core/order_key.hpp>
 #include <kvtrim/policy/lag_kv.hpp>
 #include <kvtrim/score/detail/row_blocks.hpp>
@@ -62,24 +62,20 @@ class LagKVScorer {
   }
 
   /// Writes the score of each live row; a hole's is 0.
-  void score(const CacheView& view,
-             SequenceId s,
-             LayerId l,
-             HeadId h,
+  void score(const HeadRef& head,
              const Observation&,
              std::span<std::byte> scratch,
              std::span<float> out) const noexcept {
-    const std::int32_t live = view.live_rows(s, l, h);
-    const SequenceState state = view.state(s, l, h);
-    const LagLayout layout = lag_layout(params_, state, live);
+    const LiveRows rows(head);
+    const std::int32_t live = rows.count();
+    const LagLayout layout = lag_layout(params_, head.state(), live);
     std::fill(out.begin(), out.end(), 0.0F);
     Arena arena(scratch);
-    Layout mem = Layout::take(arena, params_.lag, std::max(view.k.head_dim, view.v.head_dim), live);
+    const std::int32_t dim = std::max(head.view.k.head_dim, head.view.v.head_dim);
+    Layout mem = Layout::take(arena, params_.lag, dim, live);
     KVTRIM_ASSERT(arena.ok());
-    detail::order_rows(view, s, l, h, mem.order);
-    const auto score_of = [&](std::int32_t i) -> float& {
-      return out[index(detail::row_of(i, state.append_row))];
-    };
+    rows.order(mem.order);
+    const auto score_of = [&](std::int32_t i) -> float& { return out[index(rows.row(i))]; };
     const std::int32_t scored = layout.scored(params_.lag);
     if (scored == 0) {
       if (params_.judged_once) { return; }
@@ -96,11 +92,11 @@ class LagKVScorer {
       mem.rank_of[index(mem.order[index(rank)])] = rank;
     }
     std::fill(mem.averages.begin(), mem.averages.end(), 0.0);
-    mem.first = state.ordered ? layout.begin : 0;
-    mem.end = state.ordered ? layout.begin + layout.partitions * params_.lag : live;
+    mem.first = rows.ordered() ? layout.begin : 0;
+    mem.end = rows.ordered() ? layout.begin + layout.partitions * params_.lag : live;
     for (const detail::Side side : {detail::Side::keys, detail::Side::values}) {
-      find_ranges(view, s, l, h, side, layout, mem);
-      find_deviations(view, s, l, h, side, layout, mem);
+      find_ranges(head, side, layout, mem);
+      find_deviations(head, side, layout, mem);
       add_softmax(layout, mem);
     }
     for (std::int32_t begin = layout.begin; begin < layout.begin + scored; begin += params_.lag) {
@@ -113,7 +109,7 @@ class LagKVScorer {
         continue;
       }
       const auto key = [&](std::int32_t i) {
-        return row_key(average(i), view.position(s, l, h, detail::row_of(i, state.append_row)));
+        return row_key(average(i), head.position(rows.row(i)));
       };
       std::sort(members.begin(), members.end(), [&](std::int32_t a, std::int32_t b) {
         return key(a) < key(b);
@@ -175,22 +171,16 @@ class LagKVScorer {
   }
 
   // Range of each channel in the partition behind partition p, at [p].
-  void find_ranges(const CacheView& view,
-                   SequenceId s,
-                   LayerId l,
-                   HeadId h,
+  void find_ranges(const HeadRef& head,
                    detail::Side side,
                    const LagLayout& layout,
                    const Layout& mem) const noexcept {
-    const std::int32_t dim = detail::dim_of(view, side);
+    const std::int32_t dim = detail::dim_of(head.view, side);
     constexpr double infinity = std::numeric_limits<double>::infinity();
     std::fill(mem.lowest.begin(), mem.lowest.end(), infinity);
     std::fill(mem.scales.begin(), mem.scales.end(), -infinity);
     detail::for_each_row(
-        view,
-        s,
-        l,
-        h,
+        head,
         side,
         mem.first,
         mem.end,
@@ -210,20 +200,14 @@ class LagKVScorer {
     }
   }
 
-  void find_deviations(const CacheView& view,
-                       SequenceId s,
-                       LayerId l,
-                       HeadId h,
+  void find_deviations(const HeadRef& head,
                        detail::Side side,
                        const LagLayout& layout,
                        const Layout& mem) const noexcept {
-    const std::int32_t dim = detail::dim_of(view, side);
+    const std::int32_t dim = detail::dim_of(head.view, side);
     Channels channels(mem.channels.data(), dim);
     detail::for_each_row(
-        view,
-        s,
-        l,
-        h,
+        head,
         side,
         mem.first,
         mem.end,

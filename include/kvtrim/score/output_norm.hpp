@@ -4,7 +4,7 @@
 // What a row can change in the residual stream is bounded by its attention times |W_O v|, a query head each. No product
 // of size rows x hidden is ever stored: tiles of values meet blocks of columns of W_O, transposed into the scratch.
 
-#include <kvtrim/cache/cache_view.hpp>
+#include <kvtrim/cache/live_rows.hpp>
 #include <kvtrim/observe/detail/key_tile.hpp>
 #include <kvtrim/observe/detail/tile_product.hpp>
 #include <kvtrim/policy/decorators.hpp>
@@ -59,37 +59,34 @@ class OutputNormFactor {
   }
 
   /// Writes the score of each live row; a hole's is 0.
-  void score(const CacheView& view,
-             SequenceId s,
-             LayerId l,
-             HeadId h,
+  void score(const HeadRef& head,
              const Observation& obs,
              std::span<std::byte> scratch,
              std::span<float> out) const noexcept {
-    const CacheView values = detail::value_view(view);
-    const std::int32_t dim = values.k.head_dim;
+    const CacheView view = detail::value_view(head.view);
+    const HeadRef values{view, head.sequence, head.layer, head.head};
+    const LiveRows rows(values);
+    const std::int32_t dim = view.k.head_dim;
     const std::int32_t height = detail::tile_rows(dim);
     const std::int32_t group = obs.output.query_heads / view.kv_heads;
-    const std::int32_t hole = view.state(s, l, h).append_row;
     std::fill(out.begin(), out.end(), 0.0F);
     Arena arena(scratch);
     const Layout mem = Layout::take(arena, dim);
     KVTRIM_ASSERT(arena.ok());
     Eigen::Map<Eigen::ArrayXd> sums(mem.sums.data(), height);
-    detail::for_each_key_tile(
-        values, s, l, h, mem.tiles, [&](std::int32_t first, std::int32_t count) {
-          sums.setZero();
-          for (std::int32_t g = 0; g < group; ++g) {
-            add_magnitudes(obs.output.of(l, raw(h) * group + g), dim, obs.output.hidden, mem);
-          }
-          for (std::int32_t t = 0; t < count; ++t) {
-            const std::int32_t i = first + t;
-            out[static_cast<std::size_t>(i + (hole >= 0 && i >= hole ? 1 : 0))] =
-                mem.tiles.bad[static_cast<std::size_t>(t)] != 0
-                    ? std::numeric_limits<float>::quiet_NaN()
-                    : static_cast<float>(sums[t] / group);
-          }
-        });
+    detail::for_each_key_tile(values, mem.tiles, [&](std::int32_t first, std::int32_t count) {
+      sums.setZero();
+      for (std::int32_t g = 0; g < group; ++g) {
+        add_magnitudes(
+            obs.output.of(head.layer, raw(head.head) * group + g), dim, obs.output.hidden, mem);
+      }
+      for (std::int32_t t = 0; t < count; ++t) {
+        const std::int32_t i = first + t;
+        out[static_cast<std::size_t>(rows.row(i))] = mem.tiles.bad[static_cast<std::size_t>(t)] != 0
+                                                         ? std::numeric_limits<float>::quiet_NaN()
+                                                         : static_cast<float>(sums[t] / group);
+      }
+    });
   }
 
  private:

@@ -4,7 +4,7 @@
 // One page set for many layers needs all their scores, but not at the same time: each layer adds its own to a small array
 // when it is done, and its queries may be forgotten.
 
-#include <kvtrim/cache/cache_view.hpp>
+#include <kvtrim/cache/live_rows.hpp>
 #include <kvtrim/core/arena.hpp>
 #include <kvtrim/observe/plan_shape.hpp>
 #include <kvtrim/policy/page_selector.hpp>
@@ -68,11 +68,10 @@ Status accumulate_page_scores(const PageSelector<TokenScores>& policy,
   for (std::int32_t i = 0; i < view.sequences; ++i) {
     const SequenceId s{i};
     for (std::int32_t h = 0; h < view.kv_heads; ++h) {
-      const HeadId head{h};
-      const std::int32_t live = view.live_rows(s, layer, head);
-      const std::int32_t extent = live + (view.state(s, layer, head).append_row >= 0 ? 1 : 0);
+      const HeadRef head{view, s, layer, HeadId{h}};
+      const std::int32_t extent = LiveRows(head).extent();
       const std::int32_t pages =
-          live == 0 ? 0 : pages_for(extent + view.first_row(s), view.page_size);
+          head.live_rows() == 0 ? 0 : pages_for(extent + view.first_row(s), view.page_size);
       Arena arena(scratch);
       const auto rows = arena.take<float>(extent);
       const auto own = arena.take<float>(pages);
@@ -80,12 +79,12 @@ Status accumulate_page_scores(const PageSelector<TokenScores>& policy,
           static_cast<std::int64_t>(scratch.size() - std::min(scratch.size(), arena.bytes())));
       KVTRIM_ASSERT(arena.ok());
       if (given) {
-        ExternalScorer{}.score(view, s, layer, head, obs, rest, rows);
+        ExternalScorer{}.score(head, obs, rest, rows);
       } else {
-        scorer.score(view, s, layer, head, obs, rest, rows);
+        scorer.score(head, obs, rest, rows);
       }
       page_scores(policy.page_scores(), rows, view.first_row(s), view.page_size, rows, own);
-      const std::int32_t t = view.table_of(layer, head);
+      const std::int32_t t = head.table();
       const auto sum = sums.of(s, unit_of(policy.unit(), view, t), pages);
       const bool first = view.scope == TableScope::group || policy.unit() == PageUnit::per_group
                              ? raw(layer) == 0 && h == 0

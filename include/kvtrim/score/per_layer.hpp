@@ -51,10 +51,7 @@ class PerLayerScorer {
   }
 
   /// Writes the score of each live row of the layer; a hole's is 0.
-  void score(const CacheView& view,
-             SequenceId s,
-             LayerId l,
-             HeadId,
+  void score(const HeadRef& head,
              const Observation& obs,
              std::span<std::byte> scratch,
              std::span<float> out) const noexcept {
@@ -63,9 +60,10 @@ class PerLayerScorer {
     const auto rest = arena.take<std::byte>(
         static_cast<std::int64_t>(scratch.size() - std::min(scratch.size(), arena.bytes())));
     KVTRIM_ASSERT(arena.ok());
-    inner_.score(view, s, l, HeadId{0}, obs, rest, out);
+    const auto& [view, s, l, asked] = head;
+    inner_.score({view, s, l, HeadId{0}}, obs, rest, out);
     for (std::int32_t h = 1; h < view.kv_heads; ++h) {
-      inner_.score(view, s, l, HeadId{h}, obs, rest, one);
+      inner_.score({view, s, l, HeadId{h}}, obs, rest, one);
       for (std::size_t r = 0; r < out.size(); ++r) { out[r] = joined(out[r], one[r]); }
     }
     if (heads_ == Reduction::mean) {

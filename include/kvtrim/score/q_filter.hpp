@@ -44,36 +44,30 @@ class QFilterScorer {
   }
 
   /// Writes the score of each live row; a hole's is 0.
-  void score(const CacheView& view,
-             SequenceId s,
-             LayerId l,
-             HeadId h,
+  void score(const HeadRef& head,
              const Observation& obs,
              std::span<std::byte> scratch,
              std::span<float> out) const noexcept {
-    score_rows(view, s, l, h, obs, 0, scratch, out);
+    score_rows(head, obs, 0, scratch, out);
   }
 
   /// The same for the rows from `first` on, as many as `out` has elements.
-  void score_rows(const CacheView& view,
-                  SequenceId s,
-                  LayerId l,
-                  HeadId h,
+  void score_rows(const HeadRef& head,
                   const Observation& obs,
                   std::int32_t first,
                   std::span<std::byte> scratch,
                   std::span<float> out) const noexcept {
-    const std::int32_t dim = view.k.head_dim;
+    const std::int32_t dim = head.view.k.head_dim;
     Arena arena(scratch);
     const Layout mem = Layout::take(arena, dim);
     KVTRIM_ASSERT(arena.ok());
     Eigen::Map<Eigen::ArrayXd> filter(mem.filter.data(), dim);
-    filter = Eigen::Map<const Eigen::ArrayXf>(obs.filters.of(l, h), dim).cast<double>();
-    detail::score_each_row(
-        view, s, l, h, detail::Side::keys, first, mem.block, out, [&](const float* row) {
-          const Eigen::Map<const Eigen::ArrayXf> key(row, dim);
-          return -static_cast<float>((key.cast<double>() * filter).sum());
-        });
+    filter =
+        Eigen::Map<const Eigen::ArrayXf>(obs.filters.of(head.layer, head.head), dim).cast<double>();
+    detail::score_each_row(head, detail::Side::keys, first, mem.block, out, [&](const float* row) {
+      const Eigen::Map<const Eigen::ArrayXf> key(row, dim);
+      return -static_cast<float>((key.cast<double>() * filter).sum());
+    });
   }
 
  private:

@@ -51,37 +51,31 @@ class RandomScorer {
   }
 
   /// Writes the score of each live row; a hole's is 0.
-  void score(const CacheView& view,
-             SequenceId s,
-             LayerId l,
-             HeadId h,
+  void score(const HeadRef& head,
              const Observation& obs,
              std::span<std::byte> scratch,
              std::span<float> out) const noexcept {
-    score_rows(view, s, l, h, obs, 0, scratch, out);
+    score_rows(head, obs, 0, scratch, out);
   }
 
   /// The same for the rows from `first` on, as many as `out` has elements.
-  void score_rows(const CacheView& view,
-                  SequenceId s,
-                  LayerId l,
-                  HeadId h,
+  void score_rows(const HeadRef& head,
                   const Observation&,
                   std::int32_t first,
                   std::span<std::byte>,
                   std::span<float> out) const noexcept {
-    const std::uint64_t head =
-        detail::mixed(detail::mixed(params_.seed) ^ (static_cast<std::uint64_t>(raw(l)) << 32U) ^
-                      static_cast<std::uint64_t>(raw(h)));
-    const std::int32_t hole = view.state(s, l, h).append_row;
+    const std::uint64_t seed = detail::mixed(detail::mixed(params_.seed) ^
+                                             (static_cast<std::uint64_t>(raw(head.layer)) << 32U) ^
+                                             static_cast<std::uint64_t>(raw(head.head)));
+    const std::int32_t hole = head.state().append_row;
     for (std::size_t i = 0; i < out.size(); ++i) {
       const std::int32_t r = first + static_cast<std::int32_t>(i);
       if (r == hole) {
         out[i] = 0.0F;
         continue;
       }
-      const auto position = static_cast<std::uint64_t>(raw(view.position(s, l, h, r)));
-      out[i] = static_cast<float>(detail::mixed(head ^ position) >> 40U) * 0x1p-24F;
+      const auto position = static_cast<std::uint64_t>(raw(head.position(r)));
+      out[i] = static_cast<float>(detail::mixed(seed ^ position) >> 40U) * 0x1p-24F;
     }
   }
 

@@ -4,7 +4,7 @@
 // Which keys say the same is a question about all pairs; the answer of a row is a sum, so the pairs are met tile by
 // tile and none of them is kept.
 
-#include <kvtrim/cache/row_order.hpp>
+#include <kvtrim/cache/live_rows.hpp>
 #include <kvtrim/core/pooling.hpp>
 #include <kvtrim/observe/detail/key_tile.hpp>
 #include <kvtrim/observe/detail/tile_product.hpp>
@@ -75,30 +75,28 @@ class RKVScorer {
   ///
   /// \param scratch  [scratch_bytes(shape)]
   /// \param[out] out [rows of the table in use]
-  void score(const CacheView& view,
-             SequenceId s,
-             LayerId l,
-             HeadId h,
+  void score(const HeadRef& head,
              const Observation& obs,
              std::span<std::byte> scratch,
              std::span<float> out) const noexcept {
     const QueryBlock& block = obs.queries;
-    const std::int32_t live = view.live_rows(s, l, h);
-    const std::int32_t hole = view.state(s, l, h).append_row;
-    const std::int32_t group = block.query_heads / view.kv_heads;
-    const std::int32_t given = block.count(s);
+    const LiveRows rows(head);
+    const std::int32_t live = rows.count();
+    const std::int32_t dim = head.view.k.head_dim;
+    const std::int32_t group = block.query_heads / head.view.kv_heads;
+    const std::int32_t given = block.count(head.sequence);
     const std::int32_t votes = std::min(given, params_.window);
     const std::int32_t columns = std::max(0, live - params_.window);
     std::fill(out.begin(), out.end(), 0.0F);
     Arena arena(scratch);
-    const Layout mem = Layout::take(arena, live, group, std::max(1, votes), view.k.head_dim);
+    const Layout mem = Layout::take(arena, live, group, std::max(1, votes), dim);
     KVTRIM_ASSERT(arena.ok());
-    detail::order_rows(view, s, l, h, mem.order);
+    rows.order(mem.order);
 
-    find_redundancy(view, s, l, h, mem);
+    find_redundancy(head, rows.ordered(), mem);
     bool any = true;
     if (columns > 0) {
-      find_logits(view, s, l, h, block, given - votes, votes, group, mem);
+      find_logits(head, block, given - votes, votes, group, mem);
       any = find_attention(votes, group, columns, mem);
       pool(mem.raw_scores.first(index(columns)),
            Pooling::max,
@@ -110,9 +108,9 @@ class RKVScorer {
       const std::int32_t i = mem.order[index(rank)];
       const double attention = rank < columns ? static_cast<double>(mem.pooled[index(rank)]) : 0.0;
       const double score = lambda * attention - (1 - lambda) * mem.redundancy[index(i)];
-      out[index(detail::row_of(i, hole))] = any && mem.bad[index(i)] == 0
-                                                ? static_cast<float>(score)
-                                                : std::numeric_limits<float>::quiet_NaN();
+      out[index(rows.row(i))] = any && mem.bad[index(i)] == 0
+                                    ? static_cast<float>(score)
+                                    : std::numeric_limits<float>::quiet_NaN();
     }
   }
 
@@ -180,42 +178,37 @@ class RKVScorer {
     }
   }
 
-  void find_redundancy(
-      const CacheView& view, SequenceId s, LayerId l, HeadId h, const Layout& mem) const noexcept {
-    const std::int32_t dim = view.k.head_dim;
+  void find_redundancy(const HeadRef& head, bool ordered, const Layout& mem) const noexcept {
+    const std::int32_t dim = head.view.k.head_dim;
     const std::int32_t height = mem.height;
-    const bool ordered = view.state(s, l, h).ordered;
     std::fill(mem.redundancy.begin(), mem.redundancy.end(), 0.0);
     std::int32_t finite = 0;
-    detail::for_each_key_tile(
-        view, s, l, h, mem.tiles, [&](std::int32_t first, std::int32_t count) {
-          normalise(mem.tiles, dim, count);
-          for (std::int32_t q = 0; q < count; ++q) {
-            mem.bad[index(first + q)] = mem.tiles.bad[index(q)];
-            finite += mem.tiles.bad[index(q)] == 0 ? 1 : 0;
-          }
-          for (std::int32_t q = 0; q < height; ++q) {
-            detail::pack_query(mem.tiles.tile.data() + static_cast<std::ptrdiff_t>(q) * dim,
-                               dim,
-                               q,
-                               mem.packed.data());
-          }
-          std::fill(mem.newest.begin(), mem.newest.end(), Position{-1});
-          detail::for_each_key_tile(
-              view, s, l, h, mem.others, [&](std::int32_t begin, std::int32_t others) {
-                normalise(mem.others, dim, others);
-                detail::multiply(mem.others, dim, mem.packed.data(), height, mem.cosines.data());
-                for (std::int32_t q = 0; q < count; ++q) {
-                  compare(mem, q, first + q - begin, begin, others, ordered);
-                }
-              });
-          for (std::int32_t q = 0; q < count; ++q) {
-            if (mem.newest[index(q)] >= Position{0}) {
-              mem.redundancy[index(mem.copies[index(q)])] -=
-                  static_cast<double>(mem.similar[index(q)]);
-            }
-          }
-        });
+    detail::for_each_key_tile(head, mem.tiles, [&](std::int32_t first, std::int32_t count) {
+      normalise(mem.tiles, dim, count);
+      for (std::int32_t q = 0; q < count; ++q) {
+        mem.bad[index(first + q)] = mem.tiles.bad[index(q)];
+        finite += mem.tiles.bad[index(q)] == 0 ? 1 : 0;
+      }
+      for (std::int32_t q = 0; q < height; ++q) {
+        detail::pack_query(mem.tiles.tile.data() + static_cast<std::ptrdiff_t>(q) * dim,
+                           dim,
+                           q,
+                           mem.packed.data());
+      }
+      std::fill(mem.newest.begin(), mem.newest.end(), Position{-1});
+      detail::for_each_key_tile(head, mem.others, [&](std::int32_t begin, std::int32_t others) {
+        normalise(mem.others, dim, others);
+        detail::multiply(mem.others, dim, mem.packed.data(), height, mem.cosines.data());
+        for (std::int32_t q = 0; q < count; ++q) {
+          compare(mem, q, first + q - begin, begin, others, ordered);
+        }
+      });
+      for (std::int32_t q = 0; q < count; ++q) {
+        if (mem.newest[index(q)] >= Position{0}) {
+          mem.redundancy[index(mem.copies[index(q)])] -= static_cast<double>(mem.similar[index(q)]);
+        }
+      }
+    });
     double sum = 0;
     for (std::size_t i = 0; i < mem.redundancy.size(); ++i) {  // a mean of cosines: no overflow
       mem.redundancy[i] = std::exp(mem.redundancy[i] / std::max(1, finite));
@@ -248,15 +241,13 @@ class RKVScorer {
   }
 
   // Query (head g of the group, vote i) is row g * votes + i.
-  void find_logits(const CacheView& view,
-                   SequenceId s,
-                   LayerId l,
-                   HeadId h,
+  void find_logits(const HeadRef& head,
                    const QueryBlock& block,
                    std::int32_t first_vote,
                    std::int32_t votes,
                    std::int32_t group,
                    const Layout& mem) const noexcept {
+    const auto [view, s, l, h] = head;
     const std::int32_t dim = view.k.head_dim;
     std::fill(mem.queries.begin(), mem.queries.end(), 0.0F);
     std::fill(mem.votes.begin(), mem.votes.end(), std::uint8_t{0});
@@ -270,7 +261,7 @@ class RKVScorer {
       }
     }
     const float scale = detail::scale_of(block, dim);
-    detail::for_each_key_tile(view, s, l, h, mem.tiles, [&](std::int32_t first, std::int32_t) {
+    detail::for_each_key_tile(head, mem.tiles, [&](std::int32_t first, std::int32_t) {
       float* const tile = mem.logits.data() + static_cast<std::ptrdiff_t>(first) * mem.padded;
       detail::multiply(mem.tiles, dim, mem.queries.data(), mem.padded, tile);
       Eigen::Map<Eigen::ArrayXf> logits(tile,

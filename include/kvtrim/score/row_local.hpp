@@ -18,23 +18,20 @@ namespace kvtrim {
 
 /// A scorer whose score of a row depends on that row alone.
 ///
-/// | expression                                                | returns | meaning                                       |
-/// |-----------------------------------------------------------|---------|-----------------------------------------------|
-/// | `s.score_rows(view, seq, l, h, obs, first, scratch, out)` | `void`  | `out[i]` for row first + i, if it is live     |
+/// | expression                                     | returns | meaning                               |
+/// |------------------------------------------------|---------|---------------------------------------|
+/// | `s.score_rows(head, obs, first, scratch, out)` | `void`  | `out[i]` for row first + i, if live
 ///
 /// `noexcept`. Semantics the compiler cannot check: the result for a row is that of `score` bit for bit, whatever `first`
 /// and the row's index are.
 template <class S>
 concept RowLocalScorer = Scorer<S> && requires(const S& s,
-                                               const CacheView& view,
-                                               SequenceId seq,
-                                               LayerId l,
-                                               HeadId h,
+                                               const HeadRef& head,
                                                const Observation& obs,
                                                std::int32_t first,
                                                std::span<std::byte> scratch,
                                                std::span<float> out) {
-  { s.score_rows(view, seq, l, h, obs, first, scratch, out) } noexcept -> std::same_as<void>;
+  { s.score_rows(head, obs, first, scratch, out) } noexcept -> std::same_as<void>;
 };
 
 namespace detail {
@@ -100,27 +97,27 @@ Status score_new_rows(const Scores& scores,
   for (std::int32_t i = 0; i < view.layers * view.kv_heads; ++i) {
     const LayerId l{i / view.kv_heads};
     const HeadId h{i % view.kv_heads};
-    const SequenceState state = view.state(s, l, h);
-    const std::int32_t live = view.live_rows(s, l, h);
+    const HeadRef head{view, s, l, h};
     const auto write = [&](std::int32_t first, std::int32_t count) {
       const auto some = out.first(static_cast<std::size_t>(count));
-      scorer.score_rows(view, s, l, h, obs, first, rest, some);
+      scorer.score_rows(head, obs, first, rest, some);
       for (std::int32_t r = 0; r < count; ++r) {
         plane.at<float>(s, l, h, first + r) = some[static_cast<std::size_t>(r)];
       }
     };
+    const std::int32_t live = head.live_rows();
     const std::int32_t count = std::min(rows, live);
     const std::int32_t first = live - count;
     if (count < 1) { continue; }
-    const Position oldest{state.next_position - rows};
-    if (first == 0 || view.position(s, l, h, first) >= oldest) {
+    const Position oldest{head.state().next_position - rows};
+    if (first == 0 || head.position(first) >= oldest) {
       write(first, count);
       continue;
     }
     // The first of the new rows fills a hole.
     write(first + 1, count - 1);
     for (std::int32_t r = 0; r <= first; ++r) {
-      if (view.position(s, l, h, r) >= oldest) { write(r, 1); }
+      if (head.position(r) >= oldest) { write(r, 1); }
     }
   }
   return Status::ok;

@@ -3,7 +3,7 @@
 
 // A scorer knows nothing of budgets and protection: it says how much each row matters, and nothing else.
 
-#include <kvtrim/cache/cache_view.hpp>
+#include <kvtrim/cache/head_ref.hpp>
 #include <kvtrim/core/arena.hpp>
 #include <kvtrim/core/status.hpp>
 #include <kvtrim/observe/observation.hpp>
@@ -19,11 +19,11 @@ namespace kvtrim {
 
 /// Scores the rows of one KV head; the lowest scores go first.
 ///
-/// | expression                                     | returns           | meaning                                       |
-/// |------------------------------------------------|-------------------|-----------------------------------------------|
-/// | `s.scratch_bytes(shape)`                       | to `std::size_t`  | working space of one call, pure               |
-/// | `s.check(view, observation)`                   | `Status`          | whether what it needs is there                |
-/// | `s.score(view, seq, l, h, obs, scratch, out)`  | `void`            | `out[r]` for each live row `r`                |
+/// | expression                         | returns          | meaning                            |
+/// |------------------------------------|------------------|------------------------------------|
+/// | `s.scratch_bytes(shape)`           | to `std::size_t` | working space of one call, pure    |
+/// | `s.check(view, obs)`               | `Status`         | whether what it needs is there     |
+/// | `s.score(head, obs, scratch, out)` | `void`           | `out[r]` for each live row `r`     |
 ///
 /// All are `noexcept`. Semantics the compiler cannot check: `score` allocates nothing and depends on nothing but its
 /// arguments (same input, same bits, whatever the page size, the batch and the thread); NaN is allowed and means "lowest".
@@ -31,15 +31,13 @@ template <class S>
 concept Scorer = std::is_trivially_copyable_v<S> && requires(const S& s,
                                                              const PlanShape& shape,
                                                              const CacheView& view,
-                                                             SequenceId seq,
-                                                             LayerId l,
-                                                             HeadId h,
+                                                             const HeadRef& head,
                                                              const Observation& obs,
                                                              std::span<std::byte> scratch,
                                                              std::span<float> out) {
   { s.scratch_bytes(shape) } noexcept -> std::convertible_to<std::size_t>;
   { s.check(view, obs) } noexcept -> std::same_as<Status>;
-  { s.score(view, seq, l, h, obs, scratch, out) } noexcept -> std::same_as<void>;
+  { s.score(head, obs, scratch, out) } noexcept -> std::same_as<void>;
 };
 
 /// A scorer whose scores are common to the KV heads of a layer: they are computed once a layer, for KV head 0.
@@ -57,10 +55,7 @@ struct ScorerArchetype {
   [[nodiscard]] Status check(const CacheView&, const Observation&) const noexcept {
     return Status::ok;
   }
-  void score(const CacheView&,
-             SequenceId,
-             LayerId,
-             HeadId,
+  void score(const HeadRef&,
              const Observation&,
              std::span<std::byte>,
              std::span<float>) const noexcept {}
@@ -92,10 +87,7 @@ struct NoScorer {
     return Status::ok;
   }
   /// Writes zeros.
-  void score(const CacheView&,
-             SequenceId,
-             LayerId,
-             HeadId,
+  void score(const HeadRef&,
              const Observation&,
              std::span<std::byte>,
              std::span<float> out) const noexcept {

@@ -37,26 +37,20 @@ class ValueNormFactor {
   }
 
   /// Writes the score of each live row; a hole's is 0.
-  void score(const CacheView& view,
-             SequenceId s,
-             LayerId l,
-             HeadId h,
+  void score(const HeadRef& head,
              const Observation& obs,
              std::span<std::byte> scratch,
              std::span<float> out) const noexcept {
-    score_rows(view, s, l, h, obs, 0, scratch, out);
+    score_rows(head, obs, 0, scratch, out);
   }
 
   /// The same for the rows from `first` on, as many as `out` has elements.
-  void score_rows(const CacheView& view,
-                  SequenceId s,
-                  LayerId l,
-                  HeadId h,
+  void score_rows(const HeadRef& head,
                   const Observation&,
                   std::int32_t first,
                   std::span<std::byte> scratch,
                   std::span<float> out) const noexcept {
-    detail::score_norms(view, s, l, h, detail::Side::values, 1.0F, first, scratch, out);
+    detail::score_norms(head, detail::Side::values, 1.0F, first, scratch, out);
   }
 };
 static_assert(RowLocalScorer<ValueNormFactor>);

@@ -5,6 +5,7 @@
 // multiplied; without it the exponentials of one KV head stay in the scratch (4 bytes a query and key) and are divided
 // when the sums are known: a second product costs twice the time. Over 400 lines: both forms share layout and reduction.
 
+#include <kvtrim/cache/live_rows.hpp>
 #include <kvtrim/core/pooling.hpp>
 #include <kvtrim/observe/detail/key_tile.hpp>
 #include <kvtrim/observe/detail/tile_product.hpp>
@@ -70,35 +71,34 @@ class WindowScorer {
   ///
   /// \param scratch  [scratch_bytes(shape)]
   /// \param[out] out [rows of the table in use]
-  void score(const CacheView& view,
-             SequenceId s,
-             LayerId l,
-             HeadId h,
+  void score(const HeadRef& head,
              const Observation& obs,
              std::span<std::byte> scratch,
              std::span<float> out) const noexcept {
     const QueryBlock& block = obs.queries;
-    const std::int32_t live = view.live_rows(s, l, h);
-    const std::int32_t group = block.query_heads / view.kv_heads;
-    const std::int32_t given = block.count(s);
+    const LiveRows rows(head);
+    const std::int32_t live = rows.count();
+    const std::int32_t dim = head.view.k.head_dim;
+    const std::int32_t group = block.query_heads / head.view.kv_heads;
+    const std::int32_t given = block.count(head.sequence);
     const std::int32_t votes = std::min(given, params_.window);
     std::fill(out.begin(), out.end(), 0.0F);
-    if (live <= cut_columns()) { return; }  // all columns are the window's own
+    if (live <= params_.unscored()) { return; }  // all columns are the window's own
     Arena arena(scratch);
-    const Layout mem = Layout::take(arena, live, group, std::max(1, votes), view.k.head_dim);
+    const Layout mem = Layout::take(arena, live, group, std::max(1, votes), dim);
     KVTRIM_ASSERT(arena.ok());
 
-    const SequenceState state = view.state(s, l, h);
+    const std::int32_t next = head.state().next_position;
     for (std::int32_t i = 0; i < votes; ++i) {
-      mem.query_positions[index(i)] = block.position(s, given - votes + i, state.next_position);
+      mem.query_positions[index(i)] = block.position(head.sequence, given - votes + i, next);
     }
-    load_queries(view, s, l, h, block, given - votes, votes, mem);
+    load_queries(head, block, given - votes, votes, mem);
     if (block.lse != nullptr) {
-      attend_with_lse(view, s, l, h, block, votes, group, mem);
+      attend_with_lse(head, block, votes, group, mem);
     } else {
-      attend_with_sums(view, s, l, h, block, votes, group, mem);
+      attend_with_sums(head, block, votes, group, mem);
     }
-    pool_columns(view, s, l, h, state, live, mem, out);
+    pool_columns(rows, mem, out);
   }
 
  private:
@@ -149,17 +149,13 @@ class WindowScorer {
 
   static std::size_t index(std::int64_t i) noexcept { return static_cast<std::size_t>(i); }
 
-  std::int32_t cut_columns() const noexcept { return params_.own_columns ? 0 : params_.window; }
-
   // Query (head g of the group, vote i) is row g * votes + i.
-  static void load_queries(const CacheView& view,
-                           SequenceId s,
-                           LayerId l,
-                           HeadId h,
+  static void load_queries(const HeadRef& head,
                            const QueryBlock& block,
                            std::int32_t first,
                            std::int32_t votes,
                            const Layout& mem) noexcept {
+    const auto [view, s, l, h] = head;
     const std::int32_t dim = view.k.head_dim;
     const std::int32_t group = block.query_heads / view.kv_heads;
     for (std::int32_t q = 0; q < mem.padded; ++q) {
@@ -167,13 +163,14 @@ class WindowScorer {
     }
     std::fill(mem.votes.begin(), mem.votes.end(), std::uint8_t{0});
     for (std::int32_t g = 0; g < group; ++g) {
-      const std::int32_t head = raw(h) * group + g;
+      const std::int32_t query_head = raw(h) * group + g;
       for (std::int32_t i = 0; i < votes; ++i) {
         const std::int32_t q = g * votes + i;
-        const float* const from = block.row(s, l, head, first + i);
-        const float lse = block.lse != nullptr
-                              ? detail::natural(block.lse_of(s, l, head, first + i), block.lse_base)
-                              : 0.0F;
+        const float* const from = block.row(s, l, query_head, first + i);
+        const float lse =
+            block.lse != nullptr
+                ? detail::natural(block.lse_of(s, l, query_head, first + i), block.lse_base)
+                : 0.0F;
         if (!detail::finite(from, dim) || !detail::finite(&lse, 1)) { continue; }
         detail::pack_query(from, dim, q, mem.queries.data());
         mem.lse[index(q)] = lse;
@@ -278,56 +275,49 @@ class WindowScorer {
     alignas(64) float heads_[detail::panel_rows];
   };
 
-  void attend_with_lse(const CacheView& view,
-                       SequenceId s,
-                       LayerId l,
-                       HeadId h,
+  void attend_with_lse(const HeadRef& head,
                        const QueryBlock& block,
                        std::int32_t votes,
                        std::int32_t group,
                        const Layout& mem) const noexcept {
-    const std::int32_t dim = view.k.head_dim;
+    const std::int32_t dim = head.view.k.head_dim;
     const std::int32_t used = group * votes;
     const detail::LogitScale scaled(detail::scale_of(block, dim), block.soft_cap);
     PanelReduction reduction(params_, std::max(1, votes));
-    detail::for_each_key_tile(
-        view, s, l, h, mem.tiles, [&](std::int32_t first, std::int32_t count) {
-          detail::pack_keys(mem.tiles, dim, count);
-          const bool masked = needs_mask(mem, count, votes);
-          for (std::int32_t row = 0; row < count; row += detail::panel_rows) {
-            for_each_query(mem, dim, row, used, [&](std::int32_t q, float* values) {
-              const Packet lse = detail::pset1<Packet>(mem.lse[index(q)]);
-              Panel x;
-              for (std::int32_t p = 0; p < detail::panel_packets; ++p) {
-                x[p] = detail::pexp(detail::psub(scaled(values + p * detail::packet_floats), lse));
-              }
-              if (masked) {
-                store(x, values);
-                mask(values, mem, row, count, mem.query_positions[index(q % votes)], 0.0F);
-                load(values, x);
-              }
-              reduction.add(q, x);
-            });
-            const std::int32_t rows = std::min(detail::panel_rows, count - row);
-            reduction.finish(mem.raw_scores.data() + first + row, rows);
-            for (std::int32_t i = 0; i < rows; ++i) {
-              if (mem.tiles.bad[index(row + i)] != 0) {
-                mem.raw_scores[index(first + row + i)] = not_a_number;
-              }
-            }
+    detail::for_each_key_tile(head, mem.tiles, [&](std::int32_t first, std::int32_t count) {
+      detail::pack_keys(mem.tiles, dim, count);
+      const bool masked = needs_mask(mem, count, votes);
+      for (std::int32_t row = 0; row < count; row += detail::panel_rows) {
+        for_each_query(mem, dim, row, used, [&](std::int32_t q, float* values) {
+          const Packet lse = detail::pset1<Packet>(mem.lse[index(q)]);
+          Panel x;
+          for (std::int32_t p = 0; p < detail::panel_packets; ++p) {
+            x[p] = detail::pexp(detail::psub(scaled(values + p * detail::packet_floats), lse));
           }
+          if (masked) {
+            store(x, values);
+            mask(values, mem, row, count, mem.query_positions[index(q % votes)], 0.0F);
+            load(values, x);
+          }
+          reduction.add(q, x);
         });
+        const std::int32_t rows = std::min(detail::panel_rows, count - row);
+        reduction.finish(mem.raw_scores.data() + first + row, rows);
+        for (std::int32_t i = 0; i < rows; ++i) {
+          if (mem.tiles.bad[index(row + i)] != 0) {
+            mem.raw_scores[index(first + row + i)] = not_a_number;
+          }
+        }
+      }
+    });
   }
 
-  void attend_with_sums(const CacheView& view,
-                        SequenceId s,
-                        LayerId l,
-                        HeadId h,
+  void attend_with_sums(const HeadRef& head,
                         const QueryBlock& block,
                         std::int32_t votes,
                         std::int32_t group,
                         const Layout& mem) const noexcept {
-    const std::int32_t dim = view.k.head_dim;
+    const std::int32_t dim = head.view.k.head_dim;
     const std::int32_t used = group * votes;
     const detail::LogitScale scaled(detail::scale_of(block, dim), block.soft_cap);
     constexpr float lowest = -1e30F;
@@ -344,73 +334,72 @@ class WindowScorer {
     const auto lanes_of = [&](std::int32_t q) {
       return mem.lane_sums.data() + static_cast<std::ptrdiff_t>(q) * detail::packet_floats;
     };
-    detail::for_each_key_tile(
-        view, s, l, h, mem.tiles, [&](std::int32_t first, std::int32_t count) {
-          detail::pack_keys(mem.tiles, dim, count);
-          const bool masked = needs_mask(mem, count, votes);
-          for (std::int32_t row = 0; row < count; row += detail::panel_rows) {
-            const std::int32_t panel = (first + row) / detail::panel_rows;
-            const bool any_hidden = masked || row + detail::panel_rows > count;
-            for_each_query(mem, dim, row, used, [&](std::int32_t q, float* values) {
-              const Position position = mem.query_positions[index(q % votes)];
-              Panel x;
-              for (std::int32_t p = 0; p < detail::panel_packets; ++p) {
-                x[p] = scaled(values + p * detail::packet_floats);
-              }
-              if (any_hidden) {
-                store(x, values);
-                mask(values, mem, row, count, position, lowest);
-                load(values, x);
-              }
-              Packet highest = x[0];
-              for (std::int32_t p = 1; p < detail::panel_packets; ++p) {
-                highest = detail::pmax(highest, x[p]);
-              }
-              // A new maximum is rare: what was summed shrinks, what was stored keeps its reference.
-              float reference = mem.maxima[index(q)];
-              if (const float maximum = detail::predux_max(highest); maximum > reference) {
-                const float shrink = std::exp(reference - maximum);
-                mem.sums[index(q)] *= static_cast<double>(shrink);
-                detail::pstore(lanes_of(q),
-                               detail::pmul(detail::pload<Packet>(lanes_of(q)),
-                                            detail::pset1<Packet>(shrink)));
-                mem.maxima[index(q)] = reference = maximum;
-              }
-              references_of(panel)[q] = reference;
-              for (std::int32_t p = 0; p < detail::panel_packets; ++p) {
-                x[p] = detail::pexp(detail::psub(x[p], detail::pset1<Packet>(reference)));
-              }
-              float* const to = exponentials_of(panel, q);
-              store(x, to);
-              if (any_hidden) {
-                mask(to, mem, row, count, position, 0.0F);
-                load(to, x);
-              }
-              Packet sum = detail::pload<Packet>(lanes_of(q));
-              for (std::int32_t p = 0; p < detail::panel_packets; ++p) {
-                sum = detail::padd(sum, x[p]);
-              }
-              detail::pstore(lanes_of(q), sum);
-            });
+    detail::for_each_key_tile(head, mem.tiles, [&](std::int32_t first, std::int32_t count) {
+      detail::pack_keys(mem.tiles, dim, count);
+      const bool masked = needs_mask(mem, count, votes);
+      for (std::int32_t row = 0; row < count; row += detail::panel_rows) {
+        const std::int32_t panel = (first + row) / detail::panel_rows;
+        const bool any_hidden = masked || row + detail::panel_rows > count;
+        for_each_query(mem, dim, row, used, [&](std::int32_t q, float* values) {
+          const Position position = mem.query_positions[index(q % votes)];
+          Panel x;
+          for (std::int32_t p = 0; p < detail::panel_packets; ++p) {
+            x[p] = scaled(values + p * detail::packet_floats);
           }
-          // Short fp32 sums only.
-          for (std::int32_t q = 0; q < used; ++q) {
-            mem.sums[index(q)] +=
-                static_cast<double>(detail::predux(detail::pload<Packet>(lanes_of(q))));
-            detail::pstore(lanes_of(q), detail::pset1<Packet>(0.0F));
+          if (any_hidden) {
+            store(x, values);
+            mask(values, mem, row, count, position, lowest);
+            load(values, x);
           }
-          // The rows that are not finite are known only while the tile is here.
-          for (std::int32_t t = 0; t < count; ++t) {
-            mem.raw_scores[index(first + t)] = mem.tiles.bad[index(t)] != 0 ? not_a_number : 0.0F;
+          Packet highest = x[0];
+          for (std::int32_t p = 1; p < detail::panel_packets; ++p) {
+            highest = detail::pmax(highest, x[p]);
           }
+          // A new maximum is rare: what was summed shrinks, what was stored keeps its reference.
+          float reference = mem.maxima[index(q)];
+          if (const float maximum = detail::predux_max(highest); maximum > reference) {
+            const float shrink = std::exp(reference - maximum);
+            mem.sums[index(q)] *= static_cast<double>(shrink);
+            detail::pstore(
+                lanes_of(q),
+                detail::pmul(detail::pload<Packet>(lanes_of(q)), detail::pset1<Packet>(shrink)));
+            mem.maxima[index(q)] = reference = maximum;
+          }
+          references_of(panel)[q] = reference;
+          for (std::int32_t p = 0; p < detail::panel_packets; ++p) {
+            x[p] = detail::pexp(detail::psub(x[p], detail::pset1<Packet>(reference)));
+          }
+          float* const to = exponentials_of(panel, q);
+          store(x, to);
+          if (any_hidden) {
+            mask(to, mem, row, count, position, 0.0F);
+            load(to, x);
+          }
+          Packet sum = detail::pload<Packet>(lanes_of(q));
+          for (std::int32_t p = 0; p < detail::panel_packets; ++p) {
+            sum = detail::padd(sum, x[p]);
+          }
+          detail::pstore(lanes_of(q), sum);
         });
+      }
+      // Short fp32 sums only.
+      for (std::int32_t q = 0; q < used; ++q) {
+        mem.sums[index(q)] +=
+            static_cast<double>(detail::predux(detail::pload<Packet>(lanes_of(q))));
+        detail::pstore(lanes_of(q), detail::pset1<Packet>(0.0F));
+      }
+      // The rows that are not finite are known only while the tile is here.
+      for (std::int32_t t = 0; t < count; ++t) {
+        mem.raw_scores[index(first + t)] = mem.tiles.bad[index(t)] != 0 ? not_a_number : 0.0F;
+      }
+    });
     // No live row seen, or logits that overflow: no vote, where dividing would make every row NaN.
     for (std::int32_t q = 0; q < used; ++q) {
       const double sum = mem.sums[index(q)];
       if (!(sum > 0 && sum < std::numeric_limits<double>::infinity())) { mem.votes[index(q)] = 0; }
     }
     PanelReduction reduction(params_, std::max(1, votes));
-    const std::int32_t live = view.live_rows(s, l, h);
+    const auto live = static_cast<std::int32_t>(mem.raw_scores.size());
     for (std::int32_t first = 0; first < live; first += detail::panel_rows) {
       const std::int32_t panel = first / detail::panel_rows;
       for (std::int32_t q = 0; q < used; ++q) {
@@ -451,39 +440,24 @@ class WindowScorer {
   }
 
   // raw_scores in logical order -> pooled in position order -> out by row.
-  void pool_columns(const CacheView& view,
-                    SequenceId s,
-                    LayerId l,
-                    HeadId h,
-                    const SequenceState& state,
-                    std::int32_t live,
-                    const Layout& mem,
-                    std::span<float> out) const noexcept {
-    const auto row_of = [&](std::int32_t i) {
-      return i + (state.append_row >= 0 && i >= state.append_row ? 1 : 0);
-    };
-    const std::int32_t scored = std::max(0, live - cut_columns());
+  void pool_columns(const LiveRows& rows, const Layout& mem, std::span<float> out) const noexcept {
+    const std::int32_t live = rows.count();
+    const std::int32_t scored = std::max(0, live - params_.unscored());
     const auto columns = index(params_.columns == PoolColumns::all_columns ? live : scored);
-    if (state.ordered) {
-      pool(mem.raw_scores.first(columns),
-           params_.pooling,
-           params_.kernel,
-           mem.pooled.first(columns));
-      for (std::int32_t i = 0; i < scored; ++i) { out[index(row_of(i))] = mem.pooled[index(i)]; }
-      return;
+    std::span<const float> scores = mem.raw_scores;
+    if (!rows.ordered()) {
+      rows.order(mem.order);
+      // `exponentials` is free again.
+      const auto sorted = mem.exponentials.first(index(live));
+      for (std::int32_t rank = 0; rank < live; ++rank) {
+        sorted[index(rank)] = mem.raw_scores[index(mem.order[index(rank)])];
+      }
+      scores = sorted;
     }
-    // `exponentials` is free again: raw scores in position order go there.
-    const auto sorted = mem.exponentials.first(std::min(mem.exponentials.size(), index(live)));
-    for (std::int32_t i = 0; i < live; ++i) { mem.order[index(i)] = i; }
-    std::sort(mem.order.begin(), mem.order.begin() + live, [&](std::int32_t a, std::int32_t b) {
-      return view.position(s, l, h, row_of(a)) < view.position(s, l, h, row_of(b));
-    });
-    for (std::int32_t i = 0; i < live; ++i) {
-      sorted[index(i)] = mem.raw_scores[index(mem.order[index(i)])];
-    }
-    pool(sorted.first(columns), params_.pooling, params_.kernel, mem.pooled.first(columns));
-    for (std::int32_t i = 0; i < scored; ++i) {
-      out[index(row_of(mem.order[index(i)]))] = mem.pooled[index(i)];
+    pool(scores.first(columns), params_.pooling, params_.kernel, mem.pooled.first(columns));
+    for (std::int32_t rank = 0; rank < scored; ++rank) {
+      const std::int32_t i = rows.ordered() ? rank : mem.order[index(rank)];
+      out[index(rows.row(i))] = mem.pooled[index(rank)];
     }
   }
 

@@ -135,8 +135,11 @@ class World {
                 v.rope_positions.at<std::int32_t>(SequenceId{s}, LayerId{l}, HeadId{h}, r);
             const std::int32_t to =
                 o.targets ? targets[at(((s * layers + l) * kv_heads + h) * max_rows + r)] : r;
-            rerotator.renumber(
-                v, SequenceId{s}, LayerId{l}, HeadId{h}, page, Slot{r % page_size}, r, from, to);
+            rerotator.renumber({v, SequenceId{s}, LayerId{l}, HeadId{h}},
+                               {page, page, Slot{r % page_size}},
+                               r,
+                               from,
+                               to);
             from = to;
           }
         }

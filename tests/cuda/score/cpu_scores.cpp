@@ -27,7 +27,7 @@ std::vector<float> cpu_window_scores(const WindowParams& params,
   const WindowScorer scorer(params);
   std::vector<std::byte> scratch(scorer.scratch_bytes(shape));
   std::vector<float> out(static_cast<std::size_t>(view.state(s, l, h).extent()));
-  scorer.score(view, s, l, h, obs, scratch, out);
+  scorer.score({view, s, l, h}, obs, scratch, out);
   return out;
 }
 
@@ -38,7 +38,7 @@ void cpu_column_sums(const AccumulateParams& params,
                      LayerId l,
                      HeadId h) {
   std::vector<std::byte> scratch(column_sums_scratch_bytes(view.k.head_dim));
-  accumulate_column_sums(params, view, s, l, h, queries, l, scratch);
+  accumulate_column_sums(params, {view, s, l, h}, queries, l, scratch);
 }
 
 void cpu_probabilities(const AccumulateParams& params,
@@ -49,13 +49,13 @@ void cpu_probabilities(const AccumulateParams& params,
                        const float* probabilities,
                        std::int32_t group,
                        std::int64_t row_stride) {
-  accumulate_probabilities(params, view, s, l, h, {probabilities, group, row_stride});
+  accumulate_probabilities(params, {view, s, l, h}, {probabilities, group, row_stride});
 }
 
 std::vector<float> cpu_accumulated_scores(
     const AccumulateParams& params, const CacheView& view, SequenceId s, LayerId l, HeadId h) {
   std::vector<float> out(static_cast<std::size_t>(view.live_rows(s, l, h)));
-  AccumulatedScorer(params).score(view, s, l, h, {}, {}, out);
+  AccumulatedScorer(params).score({view, s, l, h}, {}, {}, out);
   return out;
 }
 

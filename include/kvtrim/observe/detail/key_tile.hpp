@@ -4,7 +4,7 @@
 // Keys of one KV head as fp32 tiles in logical order, converted on load, zeros behind the last row: what is done with a tile
 // does not depend on where a row lies in a page or in a batch.
 
-#include <kvtrim/cache/cache_view.hpp>
+#include <kvtrim/cache/live_rows.hpp>
 #include <kvtrim/core/arena.hpp>
 
 #include <Eigen/Core>
@@ -101,16 +101,12 @@ inline void load_rows(const Plane& plane,
   }
 }
 
-/// Calls f(first, count) for each tile of the keys of (sequence, layer, KV head): `scratch.tile` then holds the live
+/// Calls f(first, count) for each tile of the keys of one KV head: `scratch.tile` then holds the live
 /// rows first .. first + count - 1 (a hole left out) and zeros behind them; rows that are not finite are zeros too.
 template <class F>
-void for_each_key_tile(const CacheView& view,
-                       SequenceId s,
-                       LayerId l,
-                       HeadId h,
-                       const TileScratch& scratch,
-                       F&& f) noexcept {
-  const std::int32_t dim = view.k.head_dim;
+void for_each_key_tile(const HeadRef& head, const TileScratch& scratch, F&& f) noexcept {
+  const Plane& keys = head.view.k;
+  const std::int32_t dim = keys.head_dim;
   const std::int32_t capacity = tile_rows(dim);
   std::int32_t filled = 0;
   std::int32_t first = 0;
@@ -126,16 +122,15 @@ void for_each_key_tile(const CacheView& view,
     first += filled;
     filled = 0;
   };
-  for_each_run(view, s, l, h, [&](Run run) {
+  for_each_run(head, [&](Run run) {
     while (run.count > 0) {
       const std::int32_t n = std::min(run.count, capacity - filled);
-      load_rows(view.k,
-                view.k.row(l, run.k_page, h, run.slot),
+      load_rows(keys,
+                keys.row(head.layer, run.k_page, head.head, run.slot),
                 n,
                 scratch.tile.data() + static_cast<std::ptrdiff_t>(filled) * dim);
       for (std::int32_t i = 0; i < n; ++i) {
-        scratch.positions[static_cast<std::size_t>(filled + i)] =
-            view.position(s, l, h, run.row + i);
+        scratch.positions[static_cast<std::size_t>(filled + i)] = head.position(run.row + i);
       }
       filled += n;
       run.row += n;

@@ -35,24 +35,18 @@ class RescaledScorer {
   }
 
   /// Writes the score of each live row; a hole's is 0.
-  void score(const CacheView& view,
-             SequenceId s,
-             LayerId l,
-             HeadId h,
+  void score(const HeadRef& head,
              const Observation& obs,
              std::span<std::byte> scratch,
              std::span<float> out) const noexcept {
     const Split mem(scratch, out.size());
-    inner_.score(view, s, l, h, obs, mem.rest, out);
-    factor_.score(view, s, l, h, obs, mem.rest, mem.factors);
-    rescale(mem.factors, view.state(s, l, h).append_row, out);
+    inner_.score(head, obs, mem.rest, out);
+    factor_.score(head, obs, mem.rest, mem.factors);
+    rescale(mem.factors, head.state().append_row, out);
   }
 
   /// The same for the rows from `first` on, as many as `out` has elements.
-  void score_rows(const CacheView& view,
-                  SequenceId s,
-                  LayerId l,
-                  HeadId h,
+  void score_rows(const HeadRef& head,
                   const Observation& obs,
                   std::int32_t first,
                   std::span<std::byte> scratch,
@@ -60,9 +54,9 @@ class RescaledScorer {
     requires RowLocalScorer<Inner> && RowLocalScorer<Factor>
   {
     const Split mem(scratch, out.size());
-    inner_.score_rows(view, s, l, h, obs, first, mem.rest, out);
-    factor_.score_rows(view, s, l, h, obs, first, mem.rest, mem.factors);
-    rescale(mem.factors, view.state(s, l, h).append_row - first, out);
+    inner_.score_rows(head, obs, first, mem.rest, out);
+    factor_.score_rows(head, obs, first, mem.rest, mem.factors);
+    rescale(mem.factors, head.state().append_row - first, out);
   }
 
  private:

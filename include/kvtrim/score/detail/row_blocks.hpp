@@ -4,7 +4,7 @@
 // Rows of one KV head one by one, keys or values, for scores that need no product. A row's sums must be taken over
 // Eigen expressions without memory behind them: those start at their first element whatever its address.
 
-#include <kvtrim/cache/cache_view.hpp>
+#include <kvtrim/cache/live_rows.hpp>
 #include <kvtrim/observe/detail/key_tile.hpp>
 
 #include <algorithm>
@@ -25,30 +25,29 @@ inline constexpr std::int32_t block_rows = 64;
   return side == Side::keys ? view.k.head_dim : view.v.head_dim;
 }
 
-/// Calls f(i, row, finite) for the live rows i of [begin, end) of (sequence, layer, KV head) in logical order, a hole
-/// left out. Other rows are not read.
+/// Calls f(i, row, finite) for the live rows i of [begin, end) of one KV head in logical order, a hole left out. Other rows are not read.
 ///
 /// \param block  [block_rows * head dim]
 template <class F>
-void for_each_row(const CacheView& view,
-                  SequenceId s,
-                  LayerId l,
-                  HeadId h,
+void for_each_row(const HeadRef& head,
                   Side side,
                   std::int32_t begin,
                   std::int32_t end,
                   std::span<float> block,
                   F&& f) noexcept {
-  const Plane& plane = side == Side::keys ? view.k : view.v;
+  const Plane& plane = side == Side::keys ? head.view.k : head.view.v;
   const std::int32_t dim = plane.head_dim;
-  const std::int32_t hole = view.state(s, l, h).append_row;
-  std::int32_t next = begin - (hole >= 0 && hole < begin ? 1 : 0);  // of table row `begin`
+  const LiveRows rows(head);
+  std::int32_t next = rows.before(begin);  // of table row `begin`
   const auto add = [&](const Run& run) {
     const PageId page = side == Side::keys ? run.k_page : run.v_page;
     const std::int32_t last = std::min(run.count, end - next);
     for (std::int32_t first = std::max(0, begin - next); first < last; first += block_rows) {
       const std::int32_t n = std::min(block_rows, last - first);
-      load_rows(plane, plane.row(l, page, h, Slot{raw(run.slot) + first}), n, block.data());
+      load_rows(plane,
+                plane.row(head.layer, page, head.head, Slot{raw(run.slot) + first}),
+                n,
+                block.data());
       for (std::int32_t i = 0; i < n; ++i) {
         const float* const row = block.data() + static_cast<std::ptrdiff_t>(i) * dim;
         f(next + first + i, row, finite(row, dim));
@@ -56,19 +55,13 @@ void for_each_row(const CacheView& view,
     }
     next += run.count;
   };
-  for_each_run(view, s, l, h, add, begin, end + (hole >= 0 ? 1 : 0));
+  for_each_run(head, add, begin, rows.row(end));
 }
 
 /// The same for all live rows.
 template <class F>
-void for_each_row(const CacheView& view,
-                  SequenceId s,
-                  LayerId l,
-                  HeadId h,
-                  Side side,
-                  std::span<float> block,
-                  F&& f) noexcept {
-  for_each_row(view, s, l, h, side, 0, view.live_rows(s, l, h), block, f);
+void for_each_row(const HeadRef& head, Side side, std::span<float> block, F&& f) noexcept {
+  for_each_row(head, side, 0, head.live_rows(), block, f);
 }
 
 }  // namespace kvtrim::detail

@@ -32,27 +32,20 @@ namespace kvtrim::detail {
 /// out[r - first] = f(row r) for the live rows r of [first, first + out.size()); NaN where the row is not finite, 0 for a
 /// hole.
 template <class F>
-void score_each_row(const CacheView& view,
-                    SequenceId s,
-                    LayerId l,
-                    HeadId h,
+void score_each_row(const HeadRef& head,
                     Side side,
                     std::int32_t first,
                     std::span<float> block,
                     std::span<float> out,
                     F&& f) noexcept {
-  const std::int32_t hole = view.state(s, l, h).append_row;
+  const LiveRows rows(head);
   const std::int32_t end = first + static_cast<std::int32_t>(out.size());
-  const auto live_before = [&](std::int32_t row) {
-    return row - (hole >= 0 && hole < row ? 1 : 0);
-  };
   std::fill(out.begin(), out.end(), 0.0F);
   const auto score = [&](std::int32_t i, const float* row, bool finite) {
-    const std::int32_t r = i + (hole >= 0 && i >= hole ? 1 : 0);
-    out[static_cast<std::size_t>(r - first)] =
+    out[static_cast<std::size_t>(rows.row(i) - first)] =
         finite ? f(row) : std::numeric_limits<float>::quiet_NaN();
   };
-  for_each_row(view, s, l, h, side, live_before(first), live_before(end), block, score);
+  for_each_row(head, side, rows.before(first), rows.before(end), block, score);
 }
 
 /// Euclidean norm. No finite row overflows: where a float's range does not do, the sum is taken in double (always so, it
@@ -68,22 +61,18 @@ void score_each_row(const CacheView& view,
 /// out[r - first] = sign * norm of row r of one side, for the live rows from `first` on.
 ///
 /// \param scratch  [row_block_bytes of the side's head dim]
-inline void score_norms(const CacheView& view,
-                        SequenceId s,
-                        LayerId l,
-                        HeadId h,
+inline void score_norms(const HeadRef& head,
                         Side side,
                         float sign,
                         std::int32_t first,
                         std::span<std::byte> scratch,
                         std::span<float> out) noexcept {
-  const std::int32_t dim = dim_of(view, side);
+  const std::int32_t dim = dim_of(head.view, side);
   Arena arena(scratch);
   const auto block = take_row_block(arena, dim);
   KVTRIM_ASSERT(arena.ok());
-  score_each_row(view, s, l, h, side, first, block, out, [&](const float* row) {
-    return sign * norm_of(row, dim);
-  });
+  score_each_row(
+      head, side, first, block, out, [&](const float* row) { return sign * norm_of(row, dim); });
 }
 
 }  // namespace kvtrim::detail
