@@ -91,7 +91,7 @@ void move(
     cache.reset();
     return plan(policy, view, obs, workspace, options);
   };
-  PlanView made = make();
+  PlanRef made = make();
   const std::vector<Copy> runs = runs_of(made, view);
   double bytes = 0;
   for (const Copy& c : runs) { bytes += static_cast<double>(c.bytes); }

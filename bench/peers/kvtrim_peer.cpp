@@ -86,7 +86,7 @@ int serve(const P& policy, const std::string& folder, const Shape& shape, std::i
                                            : kvtrim_bench::Clock::thread);
     };
     const double begin = now();
-    const PlanView made = plan(policy, view, obs, workspace, {}, executor);
+    const PlanRef made = plan(policy, view, obs, workspace, {}, executor);
     const double planned = now();
     if (apply(made, view, {}, executor) != Status::ok) { return 1; }
     kvtrim::DenseTables sink(view, cache.ids(), nullptr, nullptr, freed);

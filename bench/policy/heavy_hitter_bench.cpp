@@ -75,7 +75,7 @@ struct Step {
   }
   Report evict() {
     const CacheView view = cache.view();
-    const PlanView made = plan(policy, view, {}, workspace);
+    const PlanRef made = plan(policy, view, {}, workspace);
     Report report;
     report.status = apply(made, view);
     if (report.status != Status::ok) { return report; }

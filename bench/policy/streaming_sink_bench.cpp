@@ -36,7 +36,7 @@ void drop(benchmark::State& state, std::int32_t sequences, std::int32_t layers, 
   std::vector<PageId> freed(static_cast<std::size_t>(view.pages));
   Report last;
   const auto op = [&] {
-    const PlanView made = plan(policy, view, {}, workspace);
+    const PlanRef made = plan(policy, view, {}, workspace);
     if (apply(made, view) != Status::ok) { return; }
     DenseTables sink(view, cache.ids(), nullptr, nullptr, freed);
     last = commit(made, view, sink);

@@ -34,6 +34,7 @@
 #include <kvtrim/evict/commit.hpp>
 #include <kvtrim/evict/evict.hpp>
 #include <kvtrim/evict/plan.hpp>
+#include <kvtrim/evict/plan_bytes.hpp>
 #include <kvtrim/evict/plan_options.hpp>
 #include <kvtrim/evict/planner.hpp>
 #include <kvtrim/evict/rerotate.hpp>
@@ -88,7 +89,9 @@
 #include <kvtrim/score/tova.hpp>
 #include <kvtrim/score/value_norm.hpp>
 #include <kvtrim/score/window.hpp>
+#include <kvtrim/select/choose_rows.hpp>
 #include <kvtrim/select/pages.hpp>
 #include <kvtrim/select/protection.hpp>
 #include <kvtrim/select/top_k.hpp>
+#include <kvtrim/select/victim.hpp>
 #include <kvtrim/version.hpp>

@@ -59,6 +59,16 @@ TEST_CASE("live_rows: they come in the order of their positions", "[live_rows]")
     w.view.positions.at<Position>(SequenceId{0}, LayerId{0}, HeadId{0}, r) = Position{positions[r]};
   }
   CHECK(w.order() == std::vector<std::int32_t>{1, 3, 0, 2});
+  CHECK(w.rows().row_at(Position{9}) == 3);
+  CHECK(w.rows().row_at(Position{0}) == -1);  // the hole's
+  CHECK(w.rows().row_at(Position{8}) == -1);
+  w.view.states[0].append_row = -1;
+  w.view.states[0].live_rows = 5;
+  CHECK(w.rows().row_at(Position{0}) == 1);
+  CHECK(w.rows().row_at(Position{8}) == -1);
+  w.view.positions = {};
+  CHECK(w.rows().row_at(Position{4}) == 4);
+  CHECK(w.rows().row_at(Position{5}) == -1);
 }
 
 TEST_CASE("live_rows: a length beyond the table counts as the table's room", "[live_rows][fault]") {

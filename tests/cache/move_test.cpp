@@ -7,6 +7,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <set>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -288,4 +289,30 @@ TEST_CASE("move: a plane is common where heads or layers of the view have no str
   }
   c.more_planes[0].head_stride = 0;
   CHECK(has_common_planes(c.view));
+}
+
+TEST_CASE("move: targets are a permutation in which no row is overwritten before it is read",
+          "[move][property]") {
+  for (std::uint32_t pattern = 0; pattern < 4096; ++pattern) {
+    std::vector<std::int32_t> kept;
+    for (std::int32_t r = 0; r < 12; ++r) {
+      if ((pattern >> r & 1U) != 0U) { kept.push_back(r); }
+    }
+    for (const Removal way : {Removal::stable_pack, Removal::fill_holes}) {
+      std::vector<std::int32_t> content(12);
+      for (std::int32_t r = 0; r < 12; ++r) { content[static_cast<std::size_t>(r)] = r; }
+      std::set<std::int32_t> indices;
+      detail::for_each_target(kept, way, [&](std::int32_t from, std::int32_t to, std::int32_t i) {
+        CHECK(kept[static_cast<std::size_t>(i)] == from);
+        CHECK(content[static_cast<std::size_t>(from)] == from);
+        content[static_cast<std::size_t>(to)] = from;
+        indices.insert(i);
+      });
+      REQUIRE(indices.size() == kept.size());
+      std::vector<std::int32_t> left(content.begin(),
+                                     content.begin() + static_cast<std::ptrdiff_t>(kept.size()));
+      if (way == Removal::fill_holes) { std::sort(left.begin(), left.end()); }
+      REQUIRE(left == kept);
+    }
+  }
 }

@@ -13,6 +13,6 @@ struct Pool {
   }
 };
 
-kvtrim::Status use(const kvtrim::PlanView& plan, const kvtrim::CacheView& view) {
+kvtrim::Status use(const kvtrim::PlanRef& plan, const kvtrim::CacheView& view) {
   return kvtrim::apply(plan, view, {}, Pool{});
 }

@@ -12,6 +12,6 @@ struct Tables {
 #endif
 };
 
-kvtrim::Report use(const kvtrim::PlanView& plan, const kvtrim::CacheView& view, Tables& tables) {
+kvtrim::Report use(const kvtrim::PlanRef& plan, const kvtrim::CacheView& view, Tables& tables) {
   return kvtrim::commit(plan, view, tables);
 }

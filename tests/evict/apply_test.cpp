@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <kvtrim/evict/apply.hpp>
 
+#include <kvtrim/evict/plan_bytes.hpp>
 #include <kvtrim/policy/streaming_sink.hpp>
 
 #include "catch.hpp"
@@ -242,66 +243,66 @@ TEST_CASE("apply: a second apply, and one after any change of the cache, is stal
   REQUIRE(c.append(0, 16) == Status::ok);
   std::vector<std::byte> workspace(plan_workspace_bytes(policy, plan_shape(c.cache.view())));
   const auto made = [&] { return plan(policy, c.cache.view(SequenceId{0}), {}, workspace); };
-  const auto stale = [&](const PlanView& p) {
+  const auto stale = [&](const PlanRef& p) {
     const auto before = c.bytes();
     CHECK(apply(p, c.cache.view(SequenceId{0})) == Status::stale_plan);
     CHECK(c.bytes() == before);
   };
 
   SECTION("applied twice") {
-    const PlanView p = made();
+    const PlanRef p = made();
     REQUIRE(apply(p, c.cache.view(SequenceId{0})) == Status::ok);
     stale(p);
   }
   SECTION("a copy, after the original was applied") {
-    const PlanView p = made();
+    const PlanRef p = made();
     Plan copy(p);
     Plan second = copy;
     REQUIRE(apply(p, c.cache.view(SequenceId{0})) == Status::ok);
-    stale(copy.view());
+    stale(copy.ref());
     auto sink = c.cache.sink_for(c.cache.view(SequenceId{0}));
     const CacheView view = c.cache.view(SequenceId{0});
     REQUIRE(commit(p, view, sink).status == Status::ok);
-    stale(second.view());
+    stale(second.ref());
   }
   SECTION("a copy may be applied in place of the original") {
     Plan copy(made());
-    CHECK(apply(copy.view(), c.cache.view(SequenceId{0})) == Status::ok);
+    CHECK(apply(copy.ref(), c.cache.view(SequenceId{0})) == Status::ok);
   }
   SECTION("after an append") {
-    const PlanView p = made();
+    const PlanRef p = made();
     REQUIRE(c.append(0, 1) == Status::ok);
     stale(p);
   }
   SECTION("after an append and its truncation") {
-    const PlanView p = made();
+    const PlanRef p = made();
     REQUIRE(c.append(0, 1) == Status::ok);
     REQUIRE(c.cache.try_remove_last(SequenceId{0}, 1) == Status::ok);
     stale(p);
   }
   SECTION("after a page became shared, and after a shared page became private") {
-    const PlanView p = made();
+    const PlanRef p = made();
     const auto child = c.cache.try_fork(SequenceId{0});
     REQUIRE_FALSE(child);  // three are alive
     c.cache.destroy(SequenceId{2});
     REQUIRE(c.cache.try_fork(SequenceId{0}));
     stale(p);
-    const PlanView shared = made();
+    const PlanRef shared = made();
     c.cache.destroy(SequenceId{2});
     stale(shared);
   }
   SECTION("another position mode, or another shape, is refused") {
-    const PlanView p = made();
+    const PlanRef p = made();
     const auto before = c.bytes();
-    CHECK(apply(p, c.cache.view()) == Status::bad_observation);
+    CHECK(apply(p, c.cache.view()) == Status::bad_plan);
     const CacheView view = c.cache.view(SequenceId{0});
-    CHECK(apply(p, view, Rerotator::unrotated_cache(view)) == Status::bad_observation);
+    CHECK(apply(p, view, Rerotator::unrotated_cache(view)) == Status::bad_plan);
     CHECK(c.bytes() == before);
   }
   SECTION("an unusable plan says why") {
     const auto before = c.bytes();
-    CHECK(apply(PlanView(Status::out_of_pages), c.cache.view()) == Status::out_of_pages);
-    CHECK(apply(PlanView(), c.cache.view()) == Status::ok);
+    CHECK(apply(PlanRef(Status::out_of_pages), c.cache.view()) == Status::out_of_pages);
+    CHECK(apply(PlanRef(), c.cache.view()) == Status::ok);
     CHECK(c.bytes() == before);
   }
 }
@@ -426,7 +427,7 @@ TEST_CASE("apply: opaque rows and page planes move byte for byte", "[apply]") {
       const ByScore policy{.keep = 6, .way = way};
       Observation obs = scores.observation();
       std::vector<std::byte> workspace(plan_workspace_bytes(policy, plan_shape(q.view, obs)));
-      const PlanView made = plan(policy, q.view, obs, workspace);
+      const PlanRef made = plan(policy, q.view, obs, workspace);
       REQUIRE(made.status() == Status::ok);
       REQUIRE(apply(made, q.view) == Status::ok);
       std::int64_t bytes = 0;
@@ -474,7 +475,7 @@ TEST_CASE("apply: a page plane common to heads is refused unless all heads keep 
     const auto before = std::pair{q.k, q.common};
     std::vector<std::byte> workspace(plan_workspace_bytes(policy, plan_shape(q.view, obs)));
     scores.at(0, 1, 0) = 5.5F;  // so that the heads' victims differ
-    const PlanView made = plan(policy, q.view, obs, workspace);
+    const PlanRef made = plan(policy, q.view, obs, workspace);
     CHECK(made.status() == Status::planes_disagree);
     CHECK(made.empty());
     CHECK(made.bytes_moved() == 0);

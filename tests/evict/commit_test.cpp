@@ -3,6 +3,7 @@
 #include <kvtrim/evict/commit.hpp>
 
 #include <kvtrim/evict/evict.hpp>
+#include <kvtrim/evict/plan_bytes.hpp>
 #include <kvtrim/policy/streaming_sink.hpp>
 
 #include "catch.hpp"
@@ -229,7 +230,7 @@ TEST_CASE("commit: foreign layouts and tables keep the rows wanted and free the 
         const ByScore policy{.keep = keep, .way = way};
         const Observation obs = e.observation();
         std::vector<std::byte> workspace(plan_workspace_bytes(policy, plan_shape(e.view, obs)));
-        const PlanView made = plan(policy, e.view, obs, workspace);
+        const PlanRef made = plan(policy, e.view, obs, workspace);
         INFO("layout " << static_cast<int>(layout) << " table " << static_cast<int>(table) << " "
                        << to_string(way));
         REQUIRE(usable(made.status()));
@@ -344,7 +345,7 @@ TEST_CASE("commit: left padding is never a row, never moved, never freed",
         const ByScore policy{.keep = keep, .way = way};
         const Observation obs = e.observation();
         std::vector<std::byte> workspace(plan_workspace_bytes(policy, plan_shape(e.view, obs)));
-        const PlanView made = plan(policy, e.view, obs, workspace);
+        const PlanRef made = plan(policy, e.view, obs, workspace);
         INFO("null " << null_id << " table " << static_cast<int>(table) << " " << to_string(way));
         REQUIRE(usable(made.status()));
         std::vector<std::vector<std::int32_t>> planned;
@@ -404,7 +405,7 @@ TEST_CASE("commit: an engine overwrites a slot only where its states can name th
       const ByScore policy{.keep = 17, .recent = 3, .way = Removal::overwrite_slot};
       const Observation obs = e.observation();
       std::vector<std::byte> workspace(plan_workspace_bytes(policy, plan_shape(e.view, obs)));
-      const PlanView made = plan(policy, e.view, obs, workspace);
+      const PlanRef made = plan(policy, e.view, obs, workspace);
       REQUIRE(made.status() == Status::ok);
       REQUIRE(apply(made, e.view) == Status::ok);
       std::vector<PageId> freed(8);
@@ -437,7 +438,7 @@ TEST_CASE("commit: streaming drops pages behind padding and keeps its sinks",
   Engine e(Layout::nhd, Table::dense, {20, 4}, {6, 0}, 0);
   const StreamingSink policy({.sinks = 1, .recent = 5});
   std::vector<std::byte> workspace(plan_workspace_bytes(policy, plan_shape(e.view)));
-  const PlanView made = plan(policy, e.view, {}, workspace);
+  const PlanRef made = plan(policy, e.view, {}, workspace);
   REQUIRE(made.status() == Status::ok);
   REQUIRE(apply(made, e.view) == Status::ok);
   std::vector<PageId> freed(8);
@@ -458,7 +459,7 @@ TEST_CASE("commit: without an apply, or after a change, or twice, nothing is wri
   REQUIRE(c.append(0, 16) == Status::ok);
   const CacheView view = c.view();
   std::vector<std::byte> workspace(plan_workspace_bytes(policy, plan_shape(view)));
-  const PlanView made = plan(policy, view, {}, workspace);
+  const PlanRef made = plan(policy, view, {}, workspace);
   auto sink = c.cache.sink_for(view);
   const auto before = c.bytes();
   Report report = commit(made, view, sink);
@@ -482,7 +483,7 @@ TEST_CASE("commit: without an apply, or after a change, or twice, nothing is wri
     CHECK(c.bytes() == done);
   }
   SECTION("no plan at all") {
-    CHECK(commit(PlanView(Status::unequal_budget), view, sink).status == Status::unequal_budget);
+    CHECK(commit(PlanRef(Status::unequal_budget), view, sink).status == Status::unequal_budget);
   }
 }
 
@@ -491,7 +492,7 @@ TEST_CASE("commit: a view without states is stale by its lengths and tables", "[
   const ByScore policy{.keep = 9};
   const Observation obs = e.observation();
   std::vector<std::byte> workspace(plan_workspace_bytes(policy, plan_shape(e.view, obs)));
-  const PlanView made = plan(policy, e.view, obs, workspace);
+  const PlanRef made = plan(policy, e.view, obs, workspace);
   const auto k = e.k;
   const auto stale = [&] {
     CHECK(apply(made, e.view) == Status::stale_plan);
@@ -512,7 +513,7 @@ TEST_CASE("commit: a view without states is stale by its lengths and tables", "[
   std::vector<PageId> freed(8);
   DenseTables sink(e.view, e.ids.data(), e.lengths.data(), e.ref_counts.data(), freed);
   REQUIRE(commit(made, e.view, sink).status == Status::ok);
-  CHECK(apply(copy.view(), e.view) == Status::stale_plan);
+  CHECK(apply(copy.ref(), e.view) == Status::stale_plan);
 }
 
 TEST_CASE("commit: pages that others still hold are dropped, not released", "[commit][shared]") {
@@ -539,7 +540,7 @@ TEST_CASE("commit: pages are released tail first", "[commit]") {
   const StreamingSink policy({.sinks = 4, .recent = 4});
   const CacheView view = c.view();
   std::vector<std::byte> workspace(plan_workspace_bytes(policy, plan_shape(view)));
-  const PlanView made = plan(policy, view, {}, workspace);
+  const PlanRef made = plan(policy, view, {}, workspace);
   std::vector<std::int32_t> released;
   for (const PageId p : made.released(SequenceId{0}, 0)) { released.push_back(raw(p)); }
   CHECK(released == std::vector<std::int32_t>{before[4], before[3], before[2], before[1]});
@@ -551,7 +552,7 @@ TEST_CASE("commit: a list of free pages that is too short loses none in the coun
   const ByScore policy{.keep = 2};
   const Observation obs = e.observation();
   std::vector<std::byte> workspace(plan_workspace_bytes(policy, plan_shape(e.view, obs)));
-  const PlanView made = plan(policy, e.view, obs, workspace);
+  const PlanRef made = plan(policy, e.view, obs, workspace);
   REQUIRE(apply(made, e.view) == Status::ok);
   std::array<PageId, 3> freed{PageId{-7}, PageId{-7}, PageId{-7}};
   DenseTables sink(e.view, e.ids.data(), e.lengths.data(), nullptr, std::span(freed).first(2));

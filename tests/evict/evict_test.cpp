@@ -122,7 +122,7 @@ TEST_CASE("evict: plan, apply and commit allocate nothing", "[evict][property]")
       for (std::int32_t step = 0; step < 10; ++step) {
         for (float& x : scores) { x = random.uniform(); }
         const std::int64_t before = allocations;
-        const PlanView made = plan(policy, view, obs, workspace, {.rerotator = &rerotator});
+        const PlanRef made = plan(policy, view, obs, workspace, {.rerotator = &rerotator});
         const Status applied = apply(made, view, rerotator);
         auto sink = c.cache.sink_for(view);
         const Report report = commit(made, view, sink);
@@ -146,7 +146,7 @@ TEST_CASE("evict: one call does what the three stages do", "[evict]") {
   const Report a = one.evict(policy);
   const CacheView view = three.view();
   std::vector<std::byte> workspace(plan_workspace_bytes(policy, plan_shape(view)));
-  const PlanView made = plan(policy, view, {}, workspace);
+  const PlanRef made = plan(policy, view, {}, workspace);
   REQUIRE(apply(made, view) == Status::ok);
   auto sink = three.cache.sink_for(view);
   const Report b = commit(made, view, sink);

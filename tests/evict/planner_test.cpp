@@ -201,7 +201,7 @@ TEST_CASE("planner: copy keeps exactly the rows wanted, on the fewest spare page
     const Observation obs = f.observation();
     std::vector<std::byte> workspace(plan_workspace_bytes(policy, plan_shape(view, obs)));
     for (std::size_t given = 0; given < needed; ++given) {
-      const PlanView made =
+      const PlanRef made =
           plan(policy,
                view,
                obs,
@@ -410,7 +410,7 @@ TEST_CASE("planner: every workspace below the size it asks for is refused, and n
     std::vector<std::byte> memory(needed + 256, std::byte{0xA5});
     std::size_t smallest = needed;
     for (std::size_t size = 0; size <= needed; ++size) {
-      const PlanView made =
+      const PlanRef made =
           plan(policy, view, obs, std::span(memory).subspan(64 + misaligned, size));
       for (std::size_t i = 64 + misaligned + size; i < memory.size(); ++i) {
         if (memory[i] != std::byte{0xA5}) {
@@ -486,8 +486,8 @@ TEST_CASE("planner: planning changes no byte of the cache, and the same plan com
                                std::byte{0xFF});
     std::vector<std::byte> two(plan_workspace_bytes(policy, plan_shape(view, obs, 3)),
                                std::byte{0x11});
-    const PlanView a = plan(policy, view, obs, one);
-    const PlanView b = plan(policy, view, obs, two, {}, test::Threads{});
+    const PlanRef a = plan(policy, view, obs, one);
+    const PlanRef b = plan(policy, view, obs, two, {}, test::Threads{});
     CHECK(usable(a.status()));
     CHECK(a == b);
     CHECK(a.bytes_moved() == b.bytes_moved());
@@ -513,7 +513,7 @@ TEST_CASE("planner: sinks_follow needs a policy that keeps those sinks", "[plann
                             {.keys = pristine.data(), .sinks = 3});
   const auto before = c.bytes();
   CHECK(c.evict(ByScore{.keep = 9, .sinks = 2}, view, obs, {.rerotator = &rerotator}).status ==
-        Status::bad_observation);
+        Status::bad_options);
   CHECK(c.bytes() == before);
   CHECK(c.evict(ByScore{.keep = 9, .sinks = 3}, view, obs, {.rerotator = &rerotator}).status ==
         Status::ok);
@@ -556,7 +556,7 @@ TEST_CASE("planner: a fault of the tables is told before anything is planned", "
   view.table.ids = ids.data();
   std::vector<std::byte> workspace(plan_workspace_bytes(policy, plan_shape(view)));
   const auto status = [&] {
-    const PlanView made = plan(policy, view, {}, workspace);
+    const PlanRef made = plan(policy, view, {}, workspace);
     CHECK(made.empty());
     CHECK(made.kept_rows() == 0);
     CHECK(to_string(made).find(to_string(made.status())) != std::string::npos);
@@ -695,8 +695,8 @@ TEST_CASE("planner: scores that are common to a layer are computed once for it",
     const PlanShape shape = plan_shape(cache.view());
     std::vector<std::byte> first(plan_workspace_bytes(layers, shape));
     std::vector<std::byte> second(plan_workspace_bytes(one_by_one, shape));
-    const PlanView a = plan(layers, cache.view(), {}, first);
-    const PlanView b = plan(one_by_one, cache.view(), {}, second);
+    const PlanRef a = plan(layers, cache.view(), {}, first);
+    const PlanRef b = plan(one_by_one, cache.view(), {}, second);
     REQUIRE(a.status() == Status::ok);
     CHECK(by_layer == 2);  // the second sequence is within its budget
     CHECK(by_head == 2 * 3);

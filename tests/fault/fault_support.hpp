@@ -330,7 +330,7 @@ class Prepared {
   [[nodiscard]] const Observation& observation() const { return obs_; }
 
   template <Policy P, Executor E = Serial>
-  PlanView plan(const P& policy,
+  PlanRef plan(const P& policy,
                 const CacheView& view,
                 const PlanOptions& options = {},
                 const E& executor = {}) {
@@ -350,7 +350,7 @@ template <Policy P, class S, Executor E = Serial>
 Outcome evict_into(
     const P& policy, const CacheView& view, S& sink, const Input& in = {}, const E& executor = {}) {
   Prepared prepared(view, in);
-  const PlanView made = prepared.plan(policy, view, in.options, executor);
+  const PlanRef made = prepared.plan(policy, view, in.options, executor);
   Outcome out;
   out.plan_status = made.status();
   out.nan_count = made.nan_count();

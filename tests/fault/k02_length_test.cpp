@@ -143,8 +143,8 @@ TEST_CASE("B017 one policy object plans for the second sequence as a fresh one d
     const CacheView view_c = fresh.cache.view(c);
     Prepared for_b(view_b, {});
     Prepared for_c(view_c, {});
-    const PlanView plan_b = for_b.plan(policy, view_b);
-    const PlanView plan_c = for_c.plan(HeavyHitter(params), view_c);
+    const PlanRef plan_b = for_b.plan(policy, view_b);
+    const PlanRef plan_c = for_c.plan(HeavyHitter(params), view_c);
     REQUIRE(plan_b.status() == Status::ok);
     CHECK(plan_b.evicted_rows() == 2 * 14);
     for (const std::int32_t h : {0, 1}) {
@@ -196,7 +196,7 @@ TEST_CASE("B018 a token keeps its position through a shift, and a plan from befo
   Input remove_g;
   remove_g.score = all_but({6, 7});
   Prepared early(view, remove_g);
-  const PlanView old_plan = early.plan(policy, view, renumber);  // names g by its old row, 6
+  const PlanRef old_plan = early.plan(policy, view, renumber);  // names g by its old row, 6
   REQUIRE(old_plan.status() == Status::ok);
 
   Input in;

@@ -190,7 +190,7 @@ TEST_CASE("B042 a window of 16 over chunks of 13, 4, 8, 5 takes 0, 3, 8, 5 queri
   by_chunks.queries = block;
   by_whole.queries = whole.queries(SequenceId{0});
   Prepared a(view, by_chunks), b(view, by_whole);
-  const PlanView of_chunks = a.plan(policy, view);
+  const PlanRef of_chunks = a.plan(policy, view);
   CHECK(of_chunks.evicted_rows() == 2 * 8);
   CHECK(of_chunks == b.plan(policy, view));
 }

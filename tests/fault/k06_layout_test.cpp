@@ -61,7 +61,7 @@ TEST_CASE(
   const auto kept = [&](Reduction group, std::int32_t h) {
     const SnapKVSelector policy({.window = 1, .budget = 3, .kernel = 1, .group = group});
     std::vector<std::byte> workspace(plan_workspace_bytes(policy, plan_shape(view, obs)));
-    const PlanView plan = kvtrim::plan(policy, view, obs, workspace);
+    const PlanRef plan = kvtrim::plan(policy, view, obs, workspace);
     REQUIRE(plan.status() == Status::ok);
     const auto list = plan.kept_list({}, {}, HeadId{h});
     return Rows(list.begin(), list.end());

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <kvtrim/evict/plan_bytes.hpp>
 #include <kvtrim/policy/heavy_hitter.hpp>
 #include <kvtrim/policy/snapkv_selector.hpp>
 #include <kvtrim/policy/streaming_sink.hpp>
@@ -65,7 +66,7 @@ TEST_CASE("B070 kept rows lie in position order, not in score order", "[order][f
   in.score = scores_of({1, 9, 3, 7, 5, 2});
   const CacheView view = t.cache.view(s);
   Prepared prepared(view, in);
-  const PlanView plan = prepared.plan(policy, view);
+  const PlanRef plan = prepared.plan(policy, view);
   const auto kept = plan.kept_list({}, {}, HeadId{1});
   CHECK(Rows(kept.begin(), kept.end()) == Rows{1, 3, 4, 6, 7});
   REQUIRE(evict(policy, t, s, in).report.status == Status::ok);
@@ -102,13 +103,13 @@ TEST_CASE("B071 pages are freed tail first, now or later", "[order][fault]") {
   const CacheView view = engine.view();
   const StreamingSink policy({.sinks = 4, .recent = 8});  // entries 1..5 go
   Prepared prepared(view, {});
-  const PlanView now = prepared.plan(policy, view);
+  const PlanRef now = prepared.plan(policy, view);
   REQUIRE(now.status() == Status::ok);
   Plan later(now);
   const std::vector<std::byte> sent(now.bytes().begin(), now.bytes().end());
   Plan received = Plan::from_bytes(sent);
   const Rows tail_first{2, 0, 1, 5, 3};
-  for (const PlanView& plan : {now, later.view(), received.view()}) {
+  for (const PlanRef& plan : {now, later.ref(), received.ref()}) {
     // All over the same unchanged view: a page-dropping plan writes no byte of it.
     REQUIRE(apply(plan, view) == Status::ok);
     Sink sink;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // B089, B090 and B094 without a policy are tests of the cache; here real plans free the pages.
 #include <kvtrim/policy/full.hpp>
+#include <kvtrim/evict/plan_bytes.hpp>
 #include <kvtrim/policy/heavy_hitter.hpp>
 #include <kvtrim/policy/snapkv_selector.hpp>
 #include <kvtrim/policy/streaming_sink.hpp>
@@ -62,7 +63,7 @@ TEST_CASE("B089 6 of 8 pages are free at once, while a view, a plan and its copy
     const CacheView view = t.cache.view(s);
     const StreamingSink policy({.sinks = 4, .recent = 4, .form = form});
     Prepared prepared(view, {});
-    const PlanView plan = prepared.plan(policy, view);
+    const PlanRef plan = prepared.plan(policy, view);
     Plan snapshot(plan);
     CHECK(t.cache.pool().available() == 0);
     REQUIRE(apply(plan, view) == Status::ok);
@@ -76,7 +77,7 @@ TEST_CASE("B089 6 of 8 pages are free at once, while a view, a plan and its copy
     CHECK(t.positions(s) == Rows{0, 1, 2, 3, 28, 29, 30, 31});
     CHECK(t.positions(other, 0, 1) == range(0, 24));
     // What is left of the past cannot be applied.
-    CHECK(apply(snapshot.view(), view) == Status::stale_plan);
+    CHECK(apply(snapshot.ref(), view) == Status::stale_plan);
     CHECK(apply(plan, view) == Status::stale_plan);
     CHECK(t.positions(other, 0, 1) == range(0, 24));
   }
@@ -170,7 +171,7 @@ TEST_CASE("B090 10,000 random steps with real evictions lose no page and no row"
           const HeavyHitter heavy({.heavy = 1, .recent = 1, .sinks = 1});
           const StreamingSink window({.sinks = 2, .recent = 3});
           const bool by_position = below(3) == 0;
-          const PlanView plan = by_position ? prepared.plan(window, view, in.options)
+          const PlanRef plan = by_position ? prepared.plan(window, view, in.options)
                                             : prepared.plan(heavy, view, in.options);
           what = std::string("evict by ") + std::string(to_string(in.options.removal)) + ": " +
                  to_string(plan);
@@ -290,7 +291,7 @@ TEST_CASE("B094 policies hold nothing of a sequence: 10,000 of them leave no byt
   for (std::int32_t i = 0; i < 10'000; ++i) {
     const SequenceId s = t.filled(5 + i % 9);
     const CacheView view = t.cache.view(s);
-    const PlanView plan = kvtrim::plan(policy, view, {}, workspace);  // the same memory each time
+    const PlanRef plan = kvtrim::plan(policy, view, {}, workspace);  // the same memory each time
     wrong += apply(plan, view) == Status::ok ? 0 : 1;
     auto sink = t.cache.sink_for(view);
     wrong += commit(plan, view, sink).status == Status::ok && t.cache.live_rows(s) == 4 ? 0 : 1;

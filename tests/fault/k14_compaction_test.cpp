@@ -104,7 +104,7 @@ TEST_CASE("B101 rows 4..11 move to 2..9 over themselves, in order", "[compaction
   in.options.removal = Removal::stable_pack;
   const CacheView view = t.cache.view(s);
   Prepared prepared(view, in);
-  const PlanView plan = prepared.plan(greedy(), view, in.options);
+  const PlanRef plan = prepared.plan(greedy(), view, in.options);
   REQUIRE(plan.status() == Status::ok);
   const auto kept = plan.kept_list({}, {}, {});
   CHECK(Rows(kept.begin(), kept.end()) == Rows{0, 1} + range(4, 12));

@@ -35,7 +35,7 @@ TEST_CASE("B125 a chunk longer than the window writes no place twice", "[ring][f
     in.options.removal = way;
     const CacheView view = t.cache.view(s);
     Prepared prepared(view, in);
-    const PlanView plan = prepared.plan(policy, view, in.options);
+    const PlanRef plan = prepared.plan(policy, view, in.options);
     REQUIRE(plan.status() == Status::ok);
     CHECK(plan.head({}, {}, HeadId{1}).moved == 4);
     std::set<std::int32_t> targets;

@@ -164,7 +164,7 @@ TEST_CASE("golden: ChunkKV keeps kvpress's chunks of SnapKV's scores", "[golden]
           &budget;  // for mha no more than the window's chunks, which the policy's own may not be
       obs.queries = l.block(l.tokens - 32, 32, false);
       std::vector<std::byte> workspace(plan_workspace_bytes(policy, plan_shape(cache.view(), obs)));
-      const PlanView made = plan(policy, cache.view(), obs, workspace);
+      const PlanRef made = plan(policy, cache.view(), obs, workspace);
       REQUIRE(made.status() == Status::ok);
       for (std::int32_t h = 0; h < l.kv_heads; ++h) {
         std::vector<double> kept;

@@ -37,7 +37,7 @@ std::vector<double> kept_by(const P& policy,
                             const kvtrim::Observation& obs) {
   std::vector<std::byte> workspace(
       kvtrim::plan_workspace_bytes(policy, kvtrim::plan_shape(view, obs)));
-  const kvtrim::PlanView made = kvtrim::plan(policy, view, obs, workspace);
+  const kvtrim::PlanRef made = kvtrim::plan(policy, view, obs, workspace);
   REQUIRE(made.status() == kvtrim::Status::ok);
   std::vector<double> kept;
   made.for_each_kept(seq, layer, h, [&](std::int32_t r) { kept.push_back(r); });

@@ -253,7 +253,7 @@ Law law_of() {
     const P policy = E::make(budget);
     const Observation obs = world.observation(E::given_scores);
     std::vector<std::byte> workspace(plan_workspace_bytes(policy, plan_shape(view, obs)));
-    const PlanView made = plan(policy, view, obs, workspace);
+    const PlanRef made = plan(policy, view, obs, workspace);
     REQUIRE(made.status() == Status::ok);
     return kept_rows(made, view);
   };

@@ -808,7 +808,7 @@ TEMPLATE_TEST_CASE("page_selector: another way to remove than by pages is refuse
     TestType world(w);
     PlanOptions options;
     options.removal = way;
-    CHECK(world.evict(ByScores(p), given.obs, options).status == Status::bad_observation);
+    CHECK(world.evict(ByScores(p), given.obs, options).status == Status::bad_options);
     options.removal = Removal::drop_pages;
     CHECK(world.evict(ByScores(p), given.obs, options).status == Status::ok);
   }

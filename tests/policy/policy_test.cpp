@@ -280,7 +280,7 @@ TEMPLATE_TEST_CASE("policy: kept rows and evicted positions are listed ascending
       const Observation obs = c.observation();
       const CacheView view = c.cache.view();
       std::vector<std::byte> workspace(plan_workspace_bytes(law.policy, plan_shape(view, obs)));
-      const PlanView made = plan(law.policy, view, obs, workspace);
+      const PlanRef made = plan(law.policy, view, obs, workspace);
       REQUIRE(made.status() == Status::ok);
       for (std::int32_t l = 0; l < 2; ++l) {
         for (std::int32_t h = 0; h < 2; ++h) {

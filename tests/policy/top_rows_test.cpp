@@ -140,7 +140,7 @@ TEST_CASE("top_rows: the best rows stay, the lower position among equals, and bo
     obs.budgets = budget < 0 ? nullptr : &budget;
     const CacheView view = cache.view();
     std::vector<std::byte> workspace(plan_workspace_bytes(policy, plan_shape(view, obs)));
-    const PlanView made = plan(policy, view, obs, workspace);
+    const PlanRef made = plan(policy, view, obs, workspace);
     std::vector<std::int32_t> rows;
     made.for_each_kept(
         SequenceId{0}, LayerId{0}, HeadId{0}, [&](std::int32_t r) { rows.push_back(r); });

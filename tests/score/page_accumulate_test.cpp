@@ -137,7 +137,7 @@ struct Kept {
 template <class P>
 Kept kept_by(const P& policy, const CacheView& view, const Observation& obs) {
   std::vector<std::byte> workspace(plan_workspace_bytes(policy, plan_shape(view, obs)));
-  const PlanView made = plan(policy, view, obs, workspace);
+  const PlanRef made = plan(policy, view, obs, workspace);
   Kept k;
   k.status = made.status();
   if (!usable(k.status)) { return k; }

@@ -656,7 +656,7 @@ TEST_CASE("window: SnapKVSelector keeps the same rows on any executor, page size
                                  std::byte{0xFF});
       std::vector<std::byte> three(plan_workspace_bytes(policy, plan_shape(view, c.obs, 3)),
                                    std::byte{0xFF});
-      for (const PlanView& made :
+      for (const PlanRef& made :
            {plan(policy, view, c.obs, one), plan(policy, view, c.obs, three, {}, executor)}) {
         REQUIRE(made.status() == Status::ok);
         std::vector<std::vector<std::int32_t>> kept(2);

@@ -279,7 +279,7 @@ class ForeignWorld {
   Report evict(const P& policy, const Observation& obs = {}, const PlanOptions& options = {}) {
     const CacheView v = view();
     std::vector<std::byte> workspace(plan_workspace_bytes(policy, plan_shape(v, obs)));
-    const PlanView made = plan(policy, v, obs, workspace, options);
+    const PlanRef made = plan(policy, v, obs, workspace, options);
     Report report;
     report.status = apply(made, v, options.rerotator != nullptr ? *options.rerotator : Rerotator{});
     if (report.status != Status::ok) { return report; }

@@ -51,6 +51,21 @@ class LiveRows {
     return r - (hole_ >= 0 && hole_ < r ? 1 : 0);
   }
 
+  /// Row of the table at position `p`; -1: it is not live.
+  ///
+  /// \par Complexity
+  /// O(rows); no allocation
+  [[nodiscard]] std::int32_t row_at(Position p) const noexcept {
+    const std::int32_t* const positions = head_.positions();
+    std::int32_t r = 0;
+    if (positions != nullptr && hole_ < 0) {  // side by side: many are compared at once
+      r = static_cast<std::int32_t>(std::find(positions, positions + extent_, raw(p)) - positions);
+    } else {
+      while (r < extent_ && (r == hole_ || head_.position(r) != p)) { ++r; }
+    }
+    return r < extent_ ? r : -1;
+  }
+
   /// Writes the live indices in the order of their positions.
   ///
   /// \param[out] order  [count]

@@ -5,8 +5,10 @@
 // place that knows the list, so that nothing can be left behind.
 
 #include <kvtrim/cache/head_ref.hpp>
+#include <kvtrim/core/removal.hpp>
 
 #include <cstring>
+#include <span>
 
 namespace kvtrim {
 
@@ -91,6 +93,29 @@ inline void move_page_data(const HeadRef& head, RowPlace from, RowPlace to) noex
 }
 
 namespace detail {
+
+// Where each kept row goes: f(from, to, index in the list), in an order in which no row is overwritten before it is read.
+template <class F>
+void for_each_target(std::span<const std::int32_t> kept, Removal removal, F&& f) noexcept {
+  const auto n = static_cast<std::int32_t>(kept.size());
+  const auto row = [&](std::int32_t i) { return kept[static_cast<std::size_t>(i)]; };
+  if (removal != Removal::fill_holes) {
+    for (std::int32_t i = 0; i < n; ++i) { f(row(i), i, i); }
+    return;
+  }
+  std::int32_t stay = 0;  // rows below n stay; the others fill the holes below n, ascending
+  while (stay < n && row(stay) < n) { ++stay; }
+  std::int32_t filler = stay;
+  std::int32_t i = 0;
+  for (std::int32_t to = 0; to < n; ++to) {
+    if (i < stay && row(i) == to) {
+      f(to, to, i++);
+    } else {
+      f(row(filler), to, filler);
+      ++filler;
+    }
+  }
+}
 
 // Blocks to copy, in the order they are given, many at a time. Rows that stay lie far apart, so each copy waits for memory:
 // a branch that is mispredicted between two of them (which page? one run or two?) keeps the second from starting early, and

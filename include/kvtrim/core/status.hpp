@@ -28,6 +28,8 @@ enum class [[nodiscard]] Status : std::uint8_t {
   page_out_of_range,    ///< a used table entry is null or names a page the pool does not have
   page_twice,           ///< a page twice in one table, or writable in two sequences
   length_beyond_table,  ///< a length is negative or its rows need more pages than the table row has
+  bad_plan,  ///< bytes that are not a plan, or a plan of another shape or position mode than the view's
+  bad_options,  ///< a way of removal, a rerotator or a spare page that cannot serve this policy and view
 };
 
 /// Name of `s` as written in the enumeration; "unknown" for a value outside it.
@@ -69,6 +71,10 @@ enum class [[nodiscard]] Status : std::uint8_t {
       return "page_twice";
     case Status::length_beyond_table:
       return "length_beyond_table";
+    case Status::bad_plan:
+      return "bad_plan";
+    case Status::bad_options:
+      return "bad_options";
   }
   return "unknown";
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <kvtrim/cache/check_view.hpp>
+#include <kvtrim/cache/head_ref.hpp>
 #include <kvtrim/cache/move.hpp>
 #include <kvtrim/core/executor.hpp>
 #include <kvtrim/evict/plan.hpp>
@@ -21,20 +22,15 @@ namespace detail {
 // Moves and rotates the rows of one KV head.
 class HeadMover {
  public:
-  HeadMover(const PlanView& plan,
-            const CacheView& view,
-            const Rerotator& rerotator,
-            SequenceId s,
-            LayerId l,
-            HeadId h) noexcept
+  HeadMover(const PlanView& plan, const HeadRef& head, const Rerotator& rerotator) noexcept
       : plan_(plan),
-        view_(view),
+        head_(head),
+        view_(head.view),
         rerotator_(rerotator),
-        s_(s),
-        l_(l),
-        h_(h),
-        t_(view.table_of(l, h)),
-        table_(plan.table(s, t_)) {}
+        table_(plan.table(head.sequence, head.table())),
+        padding_(view_.first_row(head.sequence)),
+        k_pages_(plan.k_pages(head.sequence, head.table()).data()),
+        v_pages_(plan.v_pages(head.sequence, head.table()).data()) {}
 
   void run() const noexcept {
     if (table_.removal == Removal::overwrite_slot) {
@@ -48,17 +44,17 @@ class HeadMover {
 
  private:
   [[nodiscard]] RowPlace new_place(std::int32_t row) const noexcept {
-    const std::int32_t at = row + view_.first_row(s_);
-    const auto e = static_cast<std::size_t>(at / view_.page_size);
-    return {plan_.k_pages(s_, t_)[e], plan_.v_pages(s_, t_)[e], Slot{at % view_.page_size}};
+    const std::int32_t at = row + padding_;
+    const std::int32_t e = at / view_.page_size;
+    return {k_pages_[e], v_pages_[e], Slot{at % view_.page_size}};
   }
 
   void pack() const noexcept {
-    const auto kept = plan_.kept_list(s_, l_, h_);
-    const auto ranks = plan_.ranks(s_, l_, h_);
+    const auto kept = kept_list();
+    const auto ranks = rank_list();
     move_rows(kept);
     for_each_sequence_plane(view_, [&](const SequencePlane& plane) {
-      if (moves_with(plane, l_, h_)) { move_elements(kept, plane); }
+      if (moves_with(plane, head_.layer, head_.head)) { move_elements(kept, plane); }
     });
     if (rerotator_.mode() == PositionMode::keep) { return; }
     for_each_target(kept, table_.removal, [&](std::int32_t, std::int32_t to, std::int32_t i) {
@@ -82,11 +78,13 @@ class HeadMover {
     }
     for (std::int32_t p = 0; p < view_.page_plane_count; ++p) {
       const PagePlane& plane = view_.page_planes[p];
-      if (!moves_with(view_, plane, l_, h_)) { continue; }
+      if (!moves_with(view_, plane, head_.layer, head_.head)) { continue; }
       for_each_move(kept, [&](RowPlace from, RowPlace to) {
-        keys.push(plane.row(l_, plane.of_values ? from.v_page : from.k_page, h_, from.slot),
-                  plane.row(l_, plane.of_values ? to.v_page : to.k_page, h_, to.slot),
-                  plane.row_bytes);
+        keys.push(
+            plane.row(
+                head_.layer, plane.of_values ? from.v_page : from.k_page, head_.head, from.slot),
+            plane.row(head_.layer, plane.of_values ? to.v_page : to.k_page, head_.head, to.slot),
+            plane.row_bytes);
       });
     }
   }
@@ -95,31 +93,28 @@ class HeadMover {
   template <class F>
   void for_each_move(std::span<const std::int32_t> kept, F&& f) const noexcept {
     const auto size = static_cast<std::uint32_t>(view_.page_size);
-    const auto padding = view_.first_row(s_);
     const auto shift = static_cast<std::uint32_t>(std::countr_zero(size));
     const bool shifts = std::has_single_bit(size);
-    const std::int32_t* const entries = view_.table.row(s_, l_, h_);
+    const std::int32_t* const entries = view_.table.row(head_.sequence, head_.layer, head_.head);
     const std::int64_t v_offset = view_.table.v_offset;
-    const PageId* const k_pages = plan_.k_pages(s_, t_).data();
-    const PageId* const v_pages = plan_.v_pages(s_, t_).data();
     for_each_target(kept, table_.removal, [&](std::int32_t from, std::int32_t to, std::int32_t) {
-      const auto a = static_cast<std::uint32_t>(from + padding);
-      const auto b = static_cast<std::uint32_t>(to + padding);
+      const auto a = static_cast<std::uint32_t>(from + padding_);
+      const auto b = static_cast<std::uint32_t>(to + padding_);
       const std::uint32_t old = shifts ? a >> shift : a / size;
       const std::uint32_t fresh = shifts ? b >> shift : b / size;
       const RowPlace source{view_.table.page(entries[old]),
                             view_.table.page(entries[old + v_offset]),
                             Slot{static_cast<std::int32_t>(a - old * size)}};
       const RowPlace target{
-          k_pages[fresh], v_pages[fresh], Slot{static_cast<std::int32_t>(b - fresh * size)}};
+          k_pages_[fresh], v_pages_[fresh], Slot{static_cast<std::int32_t>(b - fresh * size)}};
       if (!(source == target)) { f(source, target); }
     });
   }
 
   void push_row(
       CopyQueue& queue, const Plane& plane, PageId from, Slot i, PageId to, Slot j) const noexcept {
-    const std::byte* const source = plane.row(l_, from, h_, i);
-    std::byte* const target = plane.row(l_, to, h_, j);
+    const std::byte* const source = plane.row(head_.layer, from, head_.head, i);
+    std::byte* const target = plane.row(head_.layer, to, head_.head, j);
     if (plane.contiguous_rows()) {
       queue.push(source, target, plane.row_bytes());
     } else {
@@ -130,7 +125,7 @@ class HeadMover {
   // A plane's elements of one KV head.
   void move_elements(std::span<const std::int32_t> kept,
                      const SequencePlane& plane) const noexcept {
-    std::byte* const base = plane.row(s_, l_, h_, 0);
+    std::byte* const base = plane.row(head_.sequence, head_.layer, head_.head, 0);
     const auto run = [&](auto copy) {
       for_each_target(kept, table_.removal, [&](std::int32_t from, std::int32_t to, std::int32_t) {
         if (from != to) { copy(base + to * plane.row_stride, base + from * plane.row_stride); }
@@ -147,7 +142,7 @@ class HeadMover {
 
   void close_up() const noexcept {
     for_each_sequence_plane(view_, [&](const SequencePlane& plane) {
-      if (!moves_with(plane, l_, h_)) { return; }
+      if (!moves_with(plane, head_.layer, head_.head)) { return; }
       for_each_kept_run([&](std::int32_t from, std::int32_t to, std::int32_t count) {
         move_elements(plane, from, to, count);
       });
@@ -159,16 +154,15 @@ class HeadMover {
   // Calls f(first row, new first row, rows) for pages that stay and follow each other, where their rows get new numbers.
   template <class F>
   void for_each_kept_run(F&& f) const noexcept {
-    const std::int32_t padding = view_.first_row(s_);
-    const auto sources = plan_.sources(s_, t_);
+    const auto sources = plan_.sources(head_.sequence, head_.table());
     const auto pages = static_cast<std::int32_t>(sources.size());
     const auto source = [&](std::int32_t e) { return sources[static_cast<std::size_t>(e)]; };
     for (std::int32_t e = 0; e < pages;) {
       std::int32_t end = e + 1;
       while (end < pages && source(end) == source(e) + end - e) { ++end; }
-      const std::int32_t begin = std::max(0, e * view_.page_size - padding);
+      const std::int32_t begin = std::max(0, e * view_.page_size - padding_);
       const std::int32_t count =
-          std::min(end * view_.page_size - padding, table_.live_after) - begin;
+          std::min(end * view_.page_size - padding_, table_.live_after) - begin;
       const std::int32_t from = begin + (source(e) - e) * view_.page_size;
       if (from != begin && count > 0) { f(from, begin, count); }
       e = end;
@@ -180,8 +174,8 @@ class HeadMover {
                      std::int32_t from,
                      std::int32_t to,
                      std::int32_t count) const noexcept {
-    std::byte* const source = plane.row(s_, l_, h_, from);
-    std::byte* const target = plane.row(s_, l_, h_, to);
+    std::byte* const source = plane.row(head_.sequence, head_.layer, head_.head, from);
+    std::byte* const target = plane.row(head_.sequence, head_.layer, head_.head, to);
     const auto bytes = static_cast<std::size_t>(plane.element_bytes);
     if (plane.row_stride == plane.element_bytes) {
       std::memmove(target, source, static_cast<std::size_t>(count) * bytes);
@@ -193,62 +187,67 @@ class HeadMover {
   }
 
   void overwrite() const noexcept {
-    const HeadRef head{view_, s_, l_, h_};
-    const std::int32_t victim = plan_.head(s_, l_, h_).victim;
+    const std::int32_t victim = plan_.head(head_.sequence, head_.layer, head_.head).victim;
     // A hole at the end of the table is none: the row there is the last one in use.
     const std::int32_t free = table_.append_row >= 0 ? table_.append_row : table_.extent_before - 1;
-    const std::int32_t gone =
-        rerotator_.mode() == PositionMode::keep ? 0 : view_.rope_position(s_, l_, h_, victim);
+    const std::int32_t gone = rerotator_.mode() == PositionMode::keep ? 0 : rope_position(victim);
     if (victim != free) {
-      move_page_data(head, place_of(head, free), place_of(head, victim));
-      move_sequence_data(head, free, victim);
+      move_page_data(head_, place_of(head_, free), place_of(head_, victim));
+      move_sequence_data(head_, free, victim);
     }
     if (rerotator_.mode() != PositionMode::in_cache) { return; }
     for (std::int32_t r = 0; r < table_.extent_before; ++r) {
       if (r == free) { continue; }
-      const std::int32_t old = view_.rope_position(s_, l_, h_, r);
-      if (old > gone) { renumber(place_of(head, r), r, old - 1); }
+      const std::int32_t old = rope_position(r);
+      if (old > gone) { renumber(place_of(head_, r), r, old - 1); }
     }
   }
 
   // Row `row`, now at `place`, of rank `rank` among the kept.
   void renumber(RowPlace place, std::int32_t row, std::int32_t rank) const noexcept {
-    std::int32_t& rope = view_.rope_positions.at<std::int32_t>(s_, l_, h_, row);
+    std::int32_t& rope =
+        view_.rope_positions.at<std::int32_t>(head_.sequence, head_.layer, head_.head, row);
     std::int32_t to = rank;
     if (rerotator_.mode() == PositionMode::sinks_follow) {
       if (rank >= rerotator_.sinks() || table_.live_after <= rerotator_.sinks()) { return; }
       to = window_begin() - rerotator_.sinks() + rank;
     }
-    rerotator_.renumber({view_, s_, l_, h_}, place, rank, rope, to);
+    rerotator_.renumber(head_, place, rank, rope, to);
     rope = to;
   }
 
   // Rope position of the oldest row behind the sinks.
   [[nodiscard]] std::int32_t window_begin() const noexcept {
-    const auto ranks = plan_.ranks(s_, l_, h_);
+    const auto ranks = rank_list();
     std::int32_t begin = 0;
-    if (table_.removal == Removal::drop_pages) {
-      return view_.rope_position(s_, l_, h_, rerotator_.sinks());
-    }
+    if (table_.removal == Removal::drop_pages) { return rope_position(rerotator_.sinks()); }
     for_each_target(
-        plan_.kept_list(s_, l_, h_),
-        table_.removal,
-        [&](std::int32_t, std::int32_t to, std::int32_t i) {
+        kept_list(), table_.removal, [&](std::int32_t, std::int32_t to, std::int32_t i) {
           if ((ranks.empty() ? i : ranks[static_cast<std::size_t>(i)]) == rerotator_.sinks()) {
-            begin = view_.rope_position(s_, l_, h_, to);
+            begin = rope_position(to);
           }
         });
     return begin;
   }
 
+  [[nodiscard]] std::span<const std::int32_t> kept_list() const noexcept {
+    return plan_.kept_list(head_.sequence, head_.layer, head_.head);
+  }
+  [[nodiscard]] std::span<const std::int32_t> rank_list() const noexcept {
+    return plan_.ranks(head_.sequence, head_.layer, head_.head);
+  }
+  [[nodiscard]] std::int32_t rope_position(std::int32_t row) const noexcept {
+    return view_.rope_position(head_.sequence, head_.layer, head_.head, row);
+  }
+
   const PlanView& plan_;
+  const HeadRef& head_;
   const CacheView& view_;
   const Rerotator& rerotator_;
-  SequenceId s_;
-  LayerId l_;
-  HeadId h_;
-  std::int32_t t_;
   const TablePlan& table_;
+  std::int32_t padding_;
+  const PageId* k_pages_;  // of the table afterwards
+  const PageId* v_pages_;
 };
 
 // Whether the lengths and pages of a plan of the view's shape can be the view's: a plan read back from bytes may say
@@ -290,36 +289,37 @@ class HeadMover {
 /// \param view       the cache, unchanged since the plan was made
 /// \param rerotator  the one the plan was made with
 /// \returns `ok`; `stale_plan` if the view changed or the plan was applied before; the plan's own status if it is not
-///   usable; `bad_observation` if the plan is of another shape or position mode, or names pages that the view does not
-///   have. Nothing is written then
+///   usable; `bad_plan` if it is of another shape or position mode, or names pages that the view does not have. Nothing is
+///   written then
 /// \par Complexity
 /// O(rows that stay) a KV head; no allocation; cannot fail once it writes
 /// \par Thread-safety
 /// work items are (sequence, layer, KV head) over disjoint rows; one caller
 template <Executor E = Serial>
-Status apply(const PlanView& plan,
+Status apply(const PlanRef& plan,
              const CacheView& view,
              const Rerotator& rerotator = {},
              const E& executor = {}) noexcept {
   if (!usable(plan.status())) { return plan.status(); }
-  detail::PlanHeader* const header = plan.header();
+  detail::PlanHeader* const header = plan.own_header();
   if (header == nullptr) { return Status::ok; }
   if (header->sequences != view.sequences || header->layers != view.layers ||
       header->kv_heads != view.kv_heads || header->scope != view.scope ||
       header->page_size != view.page_size || header->positions != rerotator.mode()) {
-    return Status::bad_observation;
+    return Status::bad_plan;
   }
   if (header->stage != detail::PlanStage::planned || header->generation != generation_of(view)) {
     return Status::stale_plan;
   }
-  if (!detail::fits(plan, view)) { return Status::bad_observation; }
+  if (!detail::fits(plan, view)) { return Status::bad_plan; }
   const std::int64_t heads = static_cast<std::int64_t>(view.layers) * view.kv_heads;
   executor.for_each(view.sequences * heads, [&](std::int64_t item, std::int32_t) noexcept {
-    const SequenceId s{static_cast<std::int32_t>(item / heads)};
-    const LayerId l{static_cast<std::int32_t>(item % heads / view.kv_heads)};
-    const HeadId h{static_cast<std::int32_t>(item % view.kv_heads)};
-    if (plan.table(s, view.table_of(l, h)).evicts) {
-      detail::HeadMover(plan, view, rerotator, s, l, h).run();
+    const HeadRef head{view,
+                       SequenceId{static_cast<std::int32_t>(item / heads)},
+                       LayerId{static_cast<std::int32_t>(item % heads / view.kv_heads)},
+                       HeadId{static_cast<std::int32_t>(item % view.kv_heads)}};
+    if (plan.table(head.sequence, head.table()).evicts) {
+      detail::HeadMover(plan, head, rerotator).run();
     }
   });
   // States carry the generation of views that have them, so that no copy of the plan can be applied either.

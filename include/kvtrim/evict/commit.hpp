@@ -36,10 +36,10 @@ struct Report {
 /// \par Thread-safety
 /// one thread
 template <TableSink S>
-Report commit(const PlanView& plan, const CacheView& view, S& sink) noexcept {
+Report commit(const PlanRef& plan, const CacheView& view, S& sink) noexcept {
   Report report;
   report.status = plan.status();
-  detail::PlanHeader* const header = plan.header();
+  detail::PlanHeader* const header = plan.own_header();
   if (!usable(plan.status()) || header == nullptr) { return report; }
   if (header->stage == detail::PlanStage::planned) {
     report.status = Status::not_applied;

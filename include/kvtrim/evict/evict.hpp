@@ -24,7 +24,7 @@ Report evict(const P& policy,
              std::span<std::byte> workspace,
              const PlanOptions& options = {},
              const E& executor = {}) noexcept {
-  const PlanView made = plan(policy, view, obs, workspace, options, executor);
+  const PlanRef made = plan(policy, view, obs, workspace, options, executor);
   const Rerotator keep;
   const Status applied =
       apply(made, view, options.rerotator != nullptr ? *options.rerotator : keep, executor);

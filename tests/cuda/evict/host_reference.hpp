@@ -5,6 +5,7 @@
 
 #include <kvtrim/cache/cache_view.hpp>
 #include <kvtrim/evict/plan.hpp>
+#include <kvtrim/evict/plan_bytes.hpp>
 #include <kvtrim/observe/observation.hpp>
 #include <kvtrim/observe/plan_shape.hpp>
 #include <kvtrim/policy/external.hpp>

@@ -6,6 +6,7 @@
 #include <kvtrim/cuda/evict/prepare.cuh>
 #include <kvtrim/evict/apply.hpp>
 #include <kvtrim/evict/commit.hpp>
+#include <kvtrim/evict/plan_bytes.hpp>
 
 #include "catch.hpp"
 #include "cuda/evict/device_world.hpp"

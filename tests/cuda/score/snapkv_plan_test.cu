@@ -8,6 +8,7 @@
 #include <kvtrim/cuda/evict/plan.cuh>
 #include <kvtrim/cuda/evict/window_scorer.cuh>
 #include <kvtrim/evict/apply.hpp>
+#include <kvtrim/evict/plan_bytes.hpp>
 
 #include "catch.hpp"
 #include "cuda/evict/device_world.hpp"

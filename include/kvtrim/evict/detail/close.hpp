@@ -1,0 +1,302 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// Last stage of a plan: from kept rows, or kept pages, to tables. Which pages a table has afterwards, what leaves it, what
+// moves, and whether all that may be done. Knows nothing of policies and scores.
+
+#include <kvtrim/cache/cache_view.hpp>
+#include <kvtrim/cache/move.hpp>
+#include <kvtrim/evict/detail/open.hpp>
+#include <kvtrim/evict/detail/plan_draft.hpp>
+#include <kvtrim/select/pages.hpp>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+namespace kvtrim::detail::stage {
+
+// The table that is being closed: its old entries, and the lists of the new ones.
+struct Closing {
+  const PlanDraft& draft;
+  const CacheView& view;
+  SequenceId s;
+  std::int32_t t;
+  TablePlan& plan;
+  const std::int32_t* entries;
+  PageId* k_pages;
+  PageId* v_pages;
+  std::int32_t* sources;
+
+  Closing(const PlanDraft& from, SequenceId sequence, std::int32_t table) noexcept
+      : draft(from),
+        view(from.view),
+        s(sequence),
+        t(table),
+        plan(from.plan.table(sequence, table)),
+        entries(view.table.row(sequence, view.first_layer(table), view.first_head(table))),
+        k_pages(PlanWriter::writable(from.plan.view().k_pages(s, t)).data()),
+        v_pages(PlanWriter::writable(from.plan.view().v_pages(s, t)).data()),
+        sources(PlanWriter::writable(from.plan.view().sources(s, t)).data()) {}
+
+  // Entry `to` of the new table is entry `from` of the old one.
+  void take(std::int32_t to, std::int32_t from) const noexcept {
+    k_pages[to] = view.table.page(entries[from]);
+    v_pages[to] = view.table.page(entries[from + view.table.v_offset]);
+    sources[to] = from;
+  }
+  // The first entries stay where they are.
+  void take_first(std::int32_t count) const noexcept {
+    for (std::int32_t e = 0; e < count; ++e) { take(e, e); }
+  }
+  // Lists the old entries that the new table does not name, tail first. `stays(e)`: whether entry e is still there.
+  template <class Stays>
+  void release(const Stays& stays) const noexcept {
+    PageId* const out = PlanWriter::writable(draft.plan.view().released(s, t)).data();
+    plan.released = 0;
+    for (std::int32_t e = plan.pages_before; e-- > 0;) {
+      if (stays(e)) { continue; }
+      out[plan.released++] = view.table.page(entries[e]);
+      if (view.table.v_offset == 0) { continue; }
+      out[plan.released++] = view.table.page(entries[e + view.table.v_offset]);
+    }
+  }
+  template <class F>
+  void for_each_head(F&& f) const noexcept {
+    draft.for_each_head(s, t, f);
+  }
+  [[nodiscard]] bool shared(std::int32_t e) const noexcept { return draft.shared_entry(s, t, e); }
+  // Calls f(from row, to row, index in the kept list, whether its data moves) for each kept row of a head.
+  template <class F>
+  void for_each_move(const HeadRef& head, F&& f) const noexcept {
+    for_each_target(draft.plan.kept_list(head),
+                    plan.removal,
+                    [&](std::int32_t from, std::int32_t to, std::int32_t i) {
+                      const std::int32_t at = to + plan.first_row;
+                      const std::int32_t was = from + plan.first_row;
+                      const bool stays = sources[at / view.page_size] == was / view.page_size &&
+                                         at % view.page_size == was % view.page_size;
+                      f(from, to, i, !stays);
+                    });
+  }
+};
+
+// Closes the table up to the entries whose flag is set. Its rows must be in position order.
+[[nodiscard]] inline Status drop_entries(const Closing& c, std::span<std::uint8_t> flags) noexcept {
+  TablePlan& plan = c.plan;
+  const auto stays = [&](std::int32_t e) { return flags[static_cast<std::size_t>(e)] != 0; };
+  // The padding's pages stay: rows are counted from inside the last of them.
+  std::fill_n(flags.begin(), pages_for(plan.first_row, c.view.page_size), std::uint8_t{1});
+  // First and last entry that goes: nothing is looked at outside of them, and no row that stays.
+  std::int32_t first = plan.pages_before;
+  std::int32_t last = -1;
+  const PageSpan span{plan.live_before, plan.first_row, c.view.page_size};
+  plan.live_after = plan.live_before;
+  plan.pages_after = 0;
+  for (std::int32_t e = 0; e < plan.pages_before; ++e) {
+    c.take(plan.pages_after, e);  // overwritten unless it stays
+    plan.pages_after += stays(e) ? 1 : 0;
+    if (stays(e)) { continue; }
+    plan.live_after -= span.end(e) - span.begin(e);
+    first = std::min(first, e), last = e;
+  }
+  c.release(stays);
+  bool turns_shared = false;
+  c.for_each_head([&](const HeadRef& head) {
+    HeadPlan& own = c.draft.plan.head(head);
+    own = {};
+    std::int32_t* const out = c.draft.plan.rows(head);
+    const std::int32_t* const positions = head.positions();
+    for (std::int32_t e = first; e <= last; ++e) {
+      if (stays(e)) { continue; }
+      const std::int32_t begin = span.begin(e);
+      const std::int32_t count = span.end(e) - begin;
+      for (std::int32_t i = 0; positions == nullptr && i < count; ++i) {
+        out[own.evicted + i] = raw(head.position(begin + i));
+      }
+      if (positions != nullptr) { std::copy_n(positions + begin, count, out + own.evicted); }
+      own.evicted += count;
+    }
+    std::int32_t rank = 0;
+    for (std::int32_t r = 0; c.draft.rotates() && r < plan.live_before; ++r) {
+      const auto e = static_cast<std::int32_t>(c.draft.entry_of(c.s, r));
+      if (!stays(e)) { continue; }
+      turns_shared = turns_shared || (c.shared(e) && c.draft.turns(head, r, rank));
+      ++rank;
+    }
+  });
+  plan.evicts = plan.live_after != plan.live_before;
+  return turns_shared ? Status::shared_page : Status::ok;
+}
+
+[[nodiscard]] inline Status close_overwrite(const Closing& c) noexcept {
+  TablePlan& plan = c.plan;
+  const std::int32_t first_victim = c.draft.plan.head(c.draft.first_head(c.s, c.t)).victim;
+  bool moves = false;
+  bool same = true;
+  c.for_each_head([&](const HeadRef& at) {
+    HeadPlan& head = c.draft.plan.head(at);
+    head.moved = head.victim == plan.append_row ? 0 : 1;
+    moves = moves || head.moved != 0;
+    same = same && head.victim == first_victim;
+  });
+  if (!same && has_common_planes(c.view)) { return Status::planes_disagree; }
+  plan.live_after = plan.live_before - 1;
+  plan.ordered_after = plan.ordered_after && !moves;
+  if (plan.append_row == plan.extent_before - 1) { plan.append_row = -1; }
+  const std::int32_t extent = plan.live_after + (plan.append_row >= 0 ? 1 : 0);
+  plan.pages_after = pages_for(extent + plan.first_row, c.view.page_size);
+  c.take_first(plan.pages_after);
+  c.release([&](std::int32_t e) { return e < plan.pages_after; });
+  return Status::ok;
+}
+
+// Pages of the new table that must be written but may not: refused, or replaced by spare ones; sources become -1.
+[[nodiscard]] inline Status replace_shared_pages(const Closing& c) noexcept {
+  PlanHeader& header = c.draft.header();
+  const auto spares = c.draft.options.spare_pages;
+  c.plan.spare_pages = 0;
+  for (std::int32_t e = 0; e < c.plan.pages_after; ++e) {
+    if (!c.shared(c.sources[e])) { continue; }
+    bool written = false;
+    c.for_each_head([&](const HeadRef& head) {
+      const auto ranks = c.draft.plan.view().ranks(head.sequence, head.layer, head.head);
+      c.for_each_move(head, [&](std::int32_t from, std::int32_t to, std::int32_t i, bool moved) {
+        if ((to + c.plan.first_row) / c.view.page_size != e) { return; }
+        const std::int32_t rank = ranks.empty() ? i : ranks[static_cast<std::size_t>(i)];
+        written = written || moved || c.draft.turns(head, from, rank);
+      });
+    });
+    if (!written) { continue; }
+    if (c.draft.options.shared == SharedPages::leave) { return Status::shared_page; }
+    const std::int32_t pages = header.separate_values ? 2 : 1;
+    header.spares_needed += pages;
+    ++c.plan.spare_pages;
+    c.sources[e] = -1;
+    const auto end = static_cast<std::size_t>(header.spares_needed);
+    if (end > spares.size()) { continue; }
+    c.k_pages[e] = spares[end - static_cast<std::size_t>(pages)];
+    c.v_pages[e] = spares[end - 1];
+  }
+  return static_cast<std::size_t>(header.spares_needed) > spares.size() ? Status::out_of_pages
+                                                                        : Status::ok;
+}
+
+// `keep`: the rows that the budget allows.
+[[nodiscard]] inline Status close_pack(const Closing& c, std::int32_t keep) noexcept {
+  TablePlan& plan = c.plan;
+  const HeadRef first = c.draft.first_head(c.s, c.t);
+  const std::int32_t kept = c.draft.plan.head(first).kept;
+  bool equal = true;
+  bool same = true;
+  c.for_each_head([&](const HeadRef& head) {
+    equal = equal && kept == c.draft.plan.head(head).kept;
+    same = same && std::ranges::equal(c.draft.plan.kept_list(first), c.draft.plan.kept_list(head));
+  });
+  if (!equal) { return Status::unequal_budget; }
+  if (!same && has_common_planes(c.view)) { return Status::planes_disagree; }
+  const Status status = kept > keep ? Status::over_budget : Status::ok;
+  plan.live_after = kept;
+  plan.evicts = kept != plan.live_before;
+  if (!plan.evicts) { return status; }
+
+  const bool restricted = c.draft.options.shared == SharedPages::leave &&
+                          c.draft.memory.second_pass[c.draft.table_index(c.s, c.t)] != 0;
+  const auto flags = c.draft.entries(c.s, c.t);
+  const auto is = [&](std::int32_t e, RowKind kind) {
+    return restricted && static_cast<RowKind>(flags[static_cast<std::size_t>(e)]) == kind;
+  };
+  const std::int32_t padding = c.draft.padding_entries(c.s);
+  plan.append_row = -1;
+  plan.pages_after = pages_for(kept + plan.first_row, c.view.page_size);
+  c.take_first(padding);
+  std::int32_t pages = padding;
+  bool any_free = false;
+  for (std::int32_t e = padding; e < plan.pages_before; ++e) {
+    any_free = any_free || is(e, RowKind::free);
+    if (!is(e, RowKind::locked)) { continue; }
+    // Locked pages must come first and be full: rows behind them are numbered from their end.
+    const std::int32_t begin = e * c.view.page_size - plan.first_row;
+    const bool full = begin >= 0 && begin + c.view.page_size <= plan.extent_before;
+    if (any_free || pages >= plan.pages_after || (!full && pages + 1 < plan.pages_after)) {
+      return Status::shared_page;
+    }
+    c.take(pages++, e);
+  }
+  plan.shared_kept = pages - padding;
+  for (std::int32_t e = padding; e < plan.pages_before && pages < plan.pages_after; ++e) {
+    if (!is(e, RowKind::locked) && !is(e, RowKind::dropped)) { c.take(pages++, e); }
+  }
+  if (pages < plan.pages_after) { return Status::shared_page; }
+  if (const Status copied = replace_shared_pages(c); copied != Status::ok) { return copied; }
+  c.release([&](std::int32_t e) {
+    return std::find(c.sources, c.sources + pages, e) != c.sources + pages;
+  });
+  bool moves = false;
+  c.for_each_head([&](const HeadRef& head) {
+    std::int64_t& moved = c.draft.plan.head(head).moved;
+    moved = 0;
+    c.for_each_move(head, [&](std::int32_t, std::int32_t, std::int32_t, bool moves_now) {
+      moved += moves_now ? 1 : 0;
+    });
+    moves = moves || moved != 0;
+  });
+  plan.ordered_after = plan.ordered_after && !(plan.removal == Removal::fill_holes && moves);
+  return status;
+}
+
+// Pages that hold a protected or a kept row stay, and by position no others.
+template <Policy P>
+[[nodiscard]] Status close_drop(const Closing& c, const Demand& demand) noexcept {
+  const auto flags = c.draft.entries(c.s, c.t);
+  if constexpr (!PagePolicy<P>) { std::ranges::fill(flags, std::uint8_t{0}); }
+  if constexpr (by_position<P>) {
+    const CandidateRange range = candidates(demand.protection, c.plan.live_before);
+    const PageSpan span{c.plan.live_before, c.plan.first_row, c.view.page_size};
+    for (std::int32_t e = 0; e < c.plan.pages_before; ++e) {
+      flags[static_cast<std::size_t>(e)] =
+          span.begin(e) < range.begin || span.end(e) > range.end ? 1 : 0;
+    }
+  }
+  c.for_each_head([&](const HeadRef& head) {
+    for (const std::int32_t r : c.draft.plan.kept_list(head)) {
+      flags[c.draft.entry_of(c.s, r)] = 1;
+    }
+  });
+  const Status status = drop_entries(c, flags);
+  const bool over =
+      !by_position<P> && !PagePolicy<P> && status == Status::ok && c.plan.live_after > demand.keep;
+  return over ? Status::over_budget : status;
+}
+
+/// Writes every table's pages and length, and which rows move.
+///
+/// \returns the first status that is not `ok`
+template <Policy P>
+[[nodiscard]] Status close(const P& policy,
+                           const Observation& obs,
+                           const PlanDraft& draft) noexcept {
+  Status status = Status::ok;
+  draft.for_each_table([&](SequenceId s, std::int32_t t) {
+    const Closing c(draft, s, t);
+    TablePlan& plan = c.plan;
+    if (plan.evicts) {
+      const Demand demand = demand_of(policy, obs, draft, draft.first_head(s, t));
+      const Status closed = plan.removal == Removal::drop_pages       ? close_drop<P>(c, demand)
+                            : plan.removal == Removal::overwrite_slot ? close_overwrite(c)
+                                                                      : close_pack(c, demand.keep);
+      if (usable(plan.status) && closed != Status::ok) { plan.status = closed; }
+    }
+    if (!plan.evicts) {
+      plan.live_after = plan.live_before;
+      plan.pages_after = plan.pages_before;
+      plan.released = 0;
+      c.take_first(plan.pages_before);
+    }
+    if (usable(status) && plan.status != Status::ok) { status = plan.status; }
+  });
+  return status;
+}
+
+}  // namespace kvtrim::detail::stage

@@ -1,0 +1,235 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// First stage of a plan: what each table is to do, as far as it does not depend on which rows are best.
+
+#include <kvtrim/cache/live_rows.hpp>
+#include <kvtrim/core/order_key.hpp>
+#include <kvtrim/evict/detail/plan_draft.hpp>
+#include <kvtrim/evict/detail/score.hpp>
+#include <kvtrim/select/protection.hpp>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+namespace kvtrim::detail::stage {
+
+/// Whether the tables are sound, what the policy needs to see is there, and the workspace is large enough. Opens the plan.
+template <Policy P>
+[[nodiscard]] Status check(const P& policy,
+                           const Observation& obs,
+                           std::span<std::byte> workspace,
+                           std::int32_t workers,
+                           PlanDraft& draft) noexcept {
+  const CacheView& view = draft.view;
+  Arena arena(workspace);
+  const auto seen = take_check(arena, view.pages);
+  if (!arena.ok()) { return Status::workspace_too_small; }
+  if (const ViewFault fault = check_tables(view, seen); fault.status != Status::ok) {
+    return fault.status;
+  }
+  const bool rows = rows_given<P>(obs);
+  const bool pages = pages_given<P>(obs);
+  Status status = Status::ok;
+  if constexpr (TwoStagePolicy<P>) {
+    status = FactorScorer<P>(policy.second_stage()).check(view, obs);
+  }
+  if (status == Status::ok && !pages) {
+    status = rows ? ExternalScorer{}.check(view, obs)
+                  : PolicyScorer<P>(policy.scorer()).check(view, obs);
+  }
+  if (status != Status::ok) { return status; }
+  const PlanShape shape = plan_shape(view, obs, workers);
+  draft.memory = PlanMemory::take(arena, shape, plan_needs(policy, shape, rows || pages));
+  if (!arena.ok()) { return Status::workspace_too_small; }
+  PlanHeader& header = draft.header();
+  header.separate_values = view.table.v_offset != 0;
+  header.positions =
+      draft.options.rerotator == nullptr ? PositionMode::keep : draft.options.rerotator->mode();
+  header.generation = generation_of(view);
+  draft.plan = PlanWriter(header);
+  return Status::ok;
+}
+
+// What the policy is told of a head.
+[[nodiscard]] inline DemandInput demand_input(const HeadRef& head,
+                                              const Observation& obs) noexcept {
+  DemandInput in;
+  in.state = head.state();
+  in.live = head.live_rows();
+  in.page_size = head.view.page_size;
+  in.first_row = head.view.first_row(head.sequence);
+  in.budget = obs.budget(head.sequence, head.layer, head.head);
+  in.layer = head.layer;
+  in.layers = head.view.layers;
+  return in;
+}
+
+// What it demands, protected rows raised to the least that stays; of heads that share a budget, their share.
+template <Policy P>
+[[nodiscard]] Demand demand_of(const P& policy,
+                               const Observation& obs,
+                               const PlanDraft& draft,
+                               const HeadRef& head) noexcept {
+  const DemandInput in = demand_input(head, obs);
+  Demand demand = policy.demand(in);
+  constexpr bool shares = AdaptivePolicy<P>;
+  const std::int32_t share = shares ? draft.memory.budgets[draft.head_index(head)] : -1;
+  if ((shares ? share : demand.keep) >= in.live) {
+    demand.keep = in.live;
+    return demand;
+  }
+  const std::int32_t fixed = in.live - candidates(demand.protection, in.live).count();
+  if (demand.keep < fixed) {
+    demand.keep = fixed;
+    if (demand.status == Status::ok) { demand.status = Status::over_budget; }
+  }
+  if (shares) { demand.keep = share; }
+  return demand;
+}
+
+// `row_key`s of the rows that compete; `order` has room for all rows.
+inline void candidate_keys(const HeadRef& head,
+                           std::span<const float> scores,
+                           const CandidateRange& range,
+                           std::span<std::int32_t> order,
+                           std::span<std::uint64_t> keys) noexcept {
+  const LiveRows rows(head);
+  rows.order(order.first(static_cast<std::size_t>(rows.count())));
+  for (std::int32_t i = range.begin; i < range.end; ++i) {
+    const std::int32_t r = rows.row(order[static_cast<std::size_t>(i)]);
+    keys[static_cast<std::size_t>(i - range.begin)] =
+        row_key(scores[static_cast<std::size_t>(r)], head.position(r));
+  }
+}
+
+/// Scores the heads that compete for a common budget, and writes how many rows each of them may keep.
+template <AdaptivePolicy P, Executor E>
+void share(const P& policy,
+           const Observation& obs,
+           const PlanDraft& draft,
+           const E& executor) noexcept {
+  const CacheView& view = draft.view;
+  const PlanMemory& memory = draft.memory;
+  // Heads of so many layers, from a multiple of them on, share.
+  const std::int32_t layers = policy.adaptive().over == AdaptiveOver::all_heads ? view.layers : 1;
+  const auto members = memory.sharing.first(static_cast<std::size_t>(layers * view.kv_heads));
+  const auto for_each_member = [&](SequenceId s, std::int32_t first_layer, auto&& f) {
+    for (std::size_t i = 0; i < members.size(); ++i) {
+      const auto item = static_cast<std::int32_t>(i);
+      f(i,
+        HeadRef{
+            view, s, LayerId{first_layer + item / view.kv_heads}, HeadId{item % view.kv_heads}});
+    }
+  };
+  const auto longest_of = [&](SequenceId s, std::int32_t first_layer) {
+    std::int32_t longest = 0;
+    for_each_member(s, first_layer, [&](std::size_t, const HeadRef& head) {
+      longest = std::max(longest, head.live_rows());
+    });
+    return longest;
+  };
+  // What a head would keep if it did not share. The same for short and long heads: the longest one is asked for.
+  const auto equal_share = [&](const HeadRef& head, std::int32_t longest) {
+    DemandInput in = demand_input(head, obs);
+    in.live = longest;
+    return policy.demand(in).keep;
+  };
+  const auto exceeds = [&](SequenceId s, std::int32_t first_layer) {
+    const std::int32_t longest = longest_of(s, first_layer);
+    std::int64_t excess = 0;
+    for_each_member(s, first_layer, [&](std::size_t, const HeadRef& head) {
+      excess += head.live_rows() - equal_share(head, longest);
+    });
+    return excess > 0;
+  };
+  save_scores(policy, obs, draft, executor, [&](const HeadRef& head) {
+    return exceeds(head.sequence, raw(head.layer) / layers * layers);
+  });
+  for (std::int32_t item = 0; item < view.sequences * (view.layers / layers); ++item) {
+    const SequenceId s{item / (view.layers / layers)};
+    const std::int32_t first_layer = item % (view.layers / layers) * layers;
+    const std::int32_t longest = longest_of(s, first_layer);
+    const bool competes = exceeds(s, first_layer);
+    for_each_member(s, first_layer, [&](std::size_t i, const HeadRef& head) {
+      members[i].rows = head.live_rows();
+      if (!competes) { return; }
+      const Protection protection = policy.demand(demand_input(head, obs)).protection;
+      const CandidateRange range = candidates(protection, members[i].rows);
+      const auto keys =
+          memory.sharing_keys.subspan(i * static_cast<std::size_t>(draft.header().max_rows),
+                                      static_cast<std::size_t>(range.count()));
+      candidate_keys(head, saved_scores<P>(draft, head), range, memory.workers.front().order, keys);
+      members[i] = {keys, members[i].rows - range.count(), equal_share(head, longest), 0};
+    });
+    if (competes) { adaptive_rows(policy.adaptive(), members, memory.adaptive); }
+    for_each_member(s, first_layer, [&](std::size_t i, const HeadRef& head) {
+      memory.budgets[draft.head_index(head)] = members[i].rows;
+    });
+  }
+}
+
+/// Writes what each table is to do: whether anything goes, and by which way of removal.
+///
+/// \returns the first status that is not usable, with which nothing is planned
+template <Policy P, Executor E>
+[[nodiscard]] Status open(const P& policy,
+                          const Observation& obs,
+                          const PlanDraft& draft,
+                          const E& executor) noexcept {
+  if constexpr (AdaptivePolicy<P>) { share(policy, obs, draft, executor); }
+  const CacheView& view = draft.view;
+  const PlanOptions& options = draft.options;
+  const PositionMode positions = draft.header().positions;
+  Status status = Status::ok;
+  draft.for_each_table([&](SequenceId s, std::int32_t t) {
+    if (!usable(status)) { return; }
+    const HeadRef first = draft.first_head(s, t);
+    const SequenceState state = first.state();
+    const Demand demand = demand_of(policy, obs, draft, first);
+    const bool hole = state.append_row >= 0;
+    TablePlan& plan = draft.plan.table(s, t);
+    plan.live_before = plan.live_after = first.live_rows();
+    plan.extent_before = plan.live_before + (hole ? 1 : 0);
+    plan.first_row = view.first_row(s);
+    plan.append_row = state.append_row;
+    plan.ordered_after = state.ordered;
+    plan.pages_before = plan.pages_after =
+        plan.live_before == 0 ? 0 : pages_for(plan.extent_before + plan.first_row, view.page_size);
+    plan.status = demand.status;
+    plan.evicts = demand.keep < plan.live_before;
+    plan.removal = options.removal == Removal::automatic ? policy.removal() : options.removal;
+    if (plan.removal == Removal::automatic) { plan.removal = Removal::stable_pack; }
+    if (!usable(demand.status)) { status = demand.status; }
+    draft.for_each_head(s, t, [&](const HeadRef& head) {
+      const std::int32_t keep = demand_of(policy, obs, draft, head).keep;
+      if (std::min(keep, plan.live_before) != std::min(demand.keep, plan.live_before)) {
+        status = Status::unequal_budget;
+      }
+    });
+    if (!plan.evicts) { return; }
+    // What follows the window are the first rows: they must be the sinks whose keys the rerotator has.
+    if (positions == PositionMode::sinks_follow &&
+        demand.protection.sinks < options.rerotator->sinks()) {
+      status = Status::bad_options;
+    }
+    if (plan.removal == Removal::overwrite_slot) {
+      const bool one_victim = plan.live_before - demand.keep == 1 && !hole &&
+                              !TwoStagePolicy<P>;          // the victim is the lowest score
+      const bool may_leave_hole = view.states != nullptr;  // which says which row it is
+      const bool may_renumber = positions == PositionMode::keep ||
+                                (positions == PositionMode::in_cache &&
+                                 state.next_rope_position == plan.live_before);  // 0..live-1
+      if (!one_victim || !may_leave_hole || !may_renumber) { plan.removal = Removal::stable_pack; }
+    }
+    if (PagePolicy<P> && plan.removal != Removal::drop_pages) { status = Status::bad_options; }
+    if (plan.removal == Removal::drop_pages && (!state.ordered || hole)) {
+      status = Status::rows_unordered;
+    }
+  });
+  return status;
+}
+
+}  // namespace kvtrim::detail::stage
