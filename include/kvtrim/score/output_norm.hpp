@@ -46,7 +46,7 @@ class OutputNormFactor {
       return arena.bytes();
     });
   }
-  /// `bad_observation` without W_O, with one of another value_dim than the values', with query heads that are no multiple
+  /// `bad_observation` without W_O, with one of another value_dim than the values', with query heads that are not a multiple
   /// of the KV heads or not those of the queries, or where the values are not readable.
   [[nodiscard]] Status check(const CacheView& view, const Observation& obs) const noexcept {
     const OutputProjection& w = obs.output;

@@ -26,7 +26,7 @@ namespace kvtrim {
 ///
 /// Attention: softmax of the last `window` queries over the rows before the window; maximum over the query heads of the
 /// KV head; mean over the queries; max-pooled over `kernel` neighbours. Redundancy: for each row, the cosines of its
-/// key with all other keys, but for its newest copy (the last position whose cosine is above `threshold`), which is
+/// key with all other keys except its newest copy (the last position whose cosine is above `threshold`), which is
 /// spared; the mean of what a row gets from all others goes through a softmax over all rows. The window's rows have
 /// redundancy alone; they are meant to be protected.
 ///
@@ -53,7 +53,7 @@ class RKVScorer {
     return detail::window_bytes<Layout>(shape, params_.window);
   }
 
-  /// `bad_observation` without queries (no rows at all need no data), or when their heads are no multiple of the KV
+  /// `bad_observation` without queries (no rows at all need no data), or when their heads are not a multiple of the KV
   /// heads, or keys are not readable.
   [[nodiscard]] Status check(const CacheView& view, const Observation& obs) const noexcept {
     return detail::check_window_queries(view, obs.queries);

@@ -37,6 +37,18 @@ concept RowLocalScorer = Scorer<S> && requires(const S& s,
 namespace detail {
 template <class Scores>
 using RowLocalScorerOf = typename ScorerOf<Scores>::type;
+
+/// Base of scorer `S`: scores all rows by its `score_rows`.
+template <class S>
+struct RowByRow {
+  /// Writes the score of each live row; a hole's is 0.
+  void score(const HeadRef& head,
+             const Observation& obs,
+             std::span<std::byte> scratch,
+             std::span<float> out) const noexcept {
+    static_cast<const S&>(*this).score_rows(head, obs, 0, scratch, out);
+  }
+};
 }  // namespace detail
 
 /// Working space of `score_new_rows` for up to `rows` new rows.

@@ -50,7 +50,7 @@ class WindowScorer {
     return detail::window_bytes<Layout>(shape, params_.window);
   }
 
-  /// `bad_observation` without queries (no rows at all need no data), or when their heads are no multiple of the KV
+  /// `bad_observation` without queries (no rows at all need no data), or when their heads are not a multiple of the KV
   /// heads, or keys are not readable.
   [[nodiscard]] Status check(const CacheView& view, const Observation& obs) const noexcept {
     return detail::check_window_queries(view, obs.queries);

@@ -18,7 +18,7 @@
 
 namespace kvtrim::detail {
 
-/// `bad_observation` without queries (no rows at all need no data), or when their heads are no multiple of the KV heads, or
+/// `bad_observation` without queries (no rows at all need no data), or when their heads are not a multiple of the KV heads, or
 /// keys are not readable.
 [[nodiscard]] inline Status check_window_queries(const CacheView& view,
                                                  const QueryBlock& q) noexcept {
