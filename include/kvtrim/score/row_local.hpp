@@ -20,7 +20,7 @@ namespace kvtrim {
 ///
 /// | expression                                     | returns | meaning                               |
 /// |------------------------------------------------|---------|---------------------------------------|
-/// | `s.score_rows(head, obs, first, scratch, out)` | `void`  | `out[i]` for row first + i, if live
+/// | `s.score_rows(head, obs, first, scratch, out)` | `void`  | `out[i]` for row first + i, if live   |
 ///
 /// `noexcept`. Semantics the compiler cannot check: the result for a row is that of `score` bit for bit, whatever `first`
 /// and the row's index are.

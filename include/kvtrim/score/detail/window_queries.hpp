@@ -18,8 +18,8 @@
 
 namespace kvtrim::detail {
 
-/// `bad_observation` without queries (no rows at all need no data), or when their heads are not a multiple of the KV heads, or
-/// keys are not readable.
+/// `bad_observation` without queries (no rows at all need no data), or when their heads are not a multiple of the KV
+/// heads, or keys are not readable.
 [[nodiscard]] inline Status check_window_queries(const CacheView& view,
                                                  const QueryBlock& q) noexcept {
   const bool given = q.data != nullptr || (q.rows == 0 && q.row_counts == nullptr);
