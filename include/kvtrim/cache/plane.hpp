@@ -79,7 +79,7 @@ struct Plane {
   }
 
   /// `[pages, kv_heads, head_dim / x, page_size, x]`, x = 16 bytes of elements: keys of legacy vLLM.
-  /// \throws std::invalid_argument if an extent is below 1 or head_dim is no multiple of x
+  /// \throws std::invalid_argument if an extent is below 1 or head_dim is not a multiple of x
   [[nodiscard]] static constexpr Plane vllm_packed_keys(void* data, const PlaneShape& s) {
     Plane p = strided(data, s, 16, s.page_size * row(s));
     p.pack = static_cast<std::int32_t>(16 / element_bytes(s.dtype));

@@ -48,8 +48,8 @@ class ChunkedScorer {
     return own_bytes(shape.max_rows) + token_.scratch_bytes(shape);
   }
 
-  /// What the token score says; `bad_observation` where the KV heads of a layer hold different positions, for which
-  /// there is no one set.
+  /// What the token score says; `bad_observation` where the KV heads of a layer hold different positions, which
+  /// cannot share one set.
   [[nodiscard]] Status check(const CacheView& view, const Observation& obs) const noexcept {
     const Status status = token_.check(view, obs);
     return status != Status::ok || detail::heads_hold_same_rows(view) ? status

@@ -24,7 +24,7 @@ namespace kvtrim {
 /// bit with page size, page placement, batch, thread or the row's index
 /// \par Source
 /// Devoto et al., 2024, arXiv:2406.11430, as written
-class KeyNormScorer {
+class KeyNormScorer : public detail::RowByRow<KeyNormScorer> {
  public:
   explicit constexpr KeyNormScorer(KeyNormParams) noexcept {}
 
@@ -37,15 +37,7 @@ class KeyNormScorer {
     return readable(view.k.dtype) ? Status::ok : Status::bad_observation;
   }
 
-  /// Writes the score of each live row; a hole's is 0.
-  void score(const HeadRef& head,
-             const Observation& obs,
-             std::span<std::byte> scratch,
-             std::span<float> out) const noexcept {
-    score_rows(head, obs, 0, scratch, out);
-  }
-
-  /// The same for the rows from `first` on, as many as `out` has elements.
+  /// Writes the score of each live row from `first` on, as many as `out` has elements; a hole's is 0.
   void score_rows(const HeadRef& head,
                   const Observation&,
                   std::int32_t first,

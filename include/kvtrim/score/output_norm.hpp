@@ -46,8 +46,8 @@ class OutputNormFactor {
       return arena.bytes();
     });
   }
-  /// `bad_observation` without W_O, with one of another value_dim than the values', with query heads that are no multiple
-  /// of the KV heads or not those of the queries, or where the values are not readable.
+  /// `bad_observation` without W_O, with one of another value_dim than the values', with query heads that are not a
+  /// multiple of the KV heads or not those of the queries, or where the values are not readable.
   [[nodiscard]] Status check(const CacheView& view, const Observation& obs) const noexcept {
     const OutputProjection& w = obs.output;
     const std::int64_t layer = static_cast<std::int64_t>(w.query_heads) * w.value_dim * w.hidden;

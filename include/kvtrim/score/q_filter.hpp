@@ -27,7 +27,7 @@ namespace kvtrim {
 /// bit with page size, page placement, batch, thread or the row's index
 /// \par Source
 /// Godey et al., 2025, arXiv:2503.02812, with the sign of the published filters (kvpress's QFilterPress)
-class QFilterScorer {
+class QFilterScorer : public detail::RowByRow<QFilterScorer> {
  public:
   explicit constexpr QFilterScorer(QFilterParams) noexcept {}
 
@@ -43,15 +43,7 @@ class QFilterScorer {
     return fits && readable(view.k.dtype) ? Status::ok : Status::bad_observation;
   }
 
-  /// Writes the score of each live row; a hole's is 0.
-  void score(const HeadRef& head,
-             const Observation& obs,
-             std::span<std::byte> scratch,
-             std::span<float> out) const noexcept {
-    score_rows(head, obs, 0, scratch, out);
-  }
-
-  /// The same for the rows from `first` on, as many as `out` has elements.
+  /// Writes the score of each live row from `first` on, as many as `out` has elements; a hole's is 0.
   void score_rows(const HeadRef& head,
                   const Observation& obs,
                   std::int32_t first,

@@ -39,7 +39,7 @@ namespace detail {
 /// O(live rows); no allocation. Row-local
 /// \par Source
 /// none: a baseline. The mixing function is SplitMix64's: Steele, Lea and Flood, 2014, doi:10.1145/2660193.2660195
-class RandomScorer {
+class RandomScorer : public detail::RowByRow<RandomScorer> {
  public:
   explicit constexpr RandomScorer(RandomParams params) noexcept : params_(params) {}
 
@@ -50,15 +50,7 @@ class RandomScorer {
     return Status::ok;
   }
 
-  /// Writes the score of each live row; a hole's is 0.
-  void score(const HeadRef& head,
-             const Observation& obs,
-             std::span<std::byte> scratch,
-             std::span<float> out) const noexcept {
-    score_rows(head, obs, 0, scratch, out);
-  }
-
-  /// The same for the rows from `first` on, as many as `out` has elements.
+  /// Writes the score of each live row from `first` on, as many as `out` has elements; a hole's is 0.
   void score_rows(const HeadRef& head,
                   const Observation&,
                   std::int32_t first,

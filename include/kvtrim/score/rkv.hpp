@@ -9,6 +9,7 @@
 #include <kvtrim/observe/detail/key_tile.hpp>
 #include <kvtrim/observe/detail/tile_product.hpp>
 #include <kvtrim/policy/rkv.hpp>
+#include <kvtrim/score/detail/window_queries.hpp>
 #include <kvtrim/score/scorer.hpp>
 
 #include <Eigen/Core>
@@ -25,7 +26,7 @@ namespace kvtrim {
 ///
 /// Attention: softmax of the last `window` queries over the rows before the window; maximum over the query heads of the
 /// KV head; mean over the queries; max-pooled over `kernel` neighbours. Redundancy: for each row, the cosines of its
-/// key with all other keys, but for its newest copy (the last position whose cosine is above `threshold`), which is
+/// key with all other keys except its newest copy (the last position whose cosine is above `threshold`), which is
 /// spared; the mean of what a row gets from all others goes through a softmax over all rows. The window's rows have
 /// redundancy alone; they are meant to be protected.
 ///
@@ -49,26 +50,13 @@ class RKVScorer {
 
   /// Working space of one call.
   [[nodiscard]] std::size_t scratch_bytes(const PlanShape& shape) const noexcept {
-    const std::int32_t group = shape.kv_heads > 0 ? shape.query_heads / shape.kv_heads : 0;
-    return detail::largest_need(std::max(1, shape.head_dim), [&](std::int32_t head_dim) {
-      Arena arena;
-      const auto unused = Layout::take(arena,
-                                       shape.max_rows,
-                                       std::max(1, group),
-                                       std::max(1, std::min(shape.query_rows, params_.window)),
-                                       head_dim);
-      static_cast<void>(unused);
-      return arena.bytes();
-    });
+    return detail::window_bytes<Layout>(shape, params_.window);
   }
 
-  /// `bad_observation` without queries (no rows at all need no data), or when their heads are no multiple of the KV
+  /// `bad_observation` without queries (no rows at all need no data), or when their heads are not a multiple of the KV
   /// heads, or keys are not readable.
   [[nodiscard]] Status check(const CacheView& view, const Observation& obs) const noexcept {
-    const QueryBlock& q = obs.queries;
-    const bool given = q.data != nullptr || (q.rows == 0 && q.row_counts == nullptr);
-    const bool fits = given && q.query_heads >= view.kv_heads && q.query_heads % view.kv_heads == 0;
-    return fits && readable(view.k.dtype) ? Status::ok : Status::bad_observation;
+    return detail::check_window_queries(view, obs.queries);
   }
 
   /// Writes the score of each live row; a hole's is 0.
@@ -84,8 +72,7 @@ class RKVScorer {
     const std::int32_t live = rows.count();
     const std::int32_t dim = head.view.k.head_dim;
     const std::int32_t group = block.query_heads / head.view.kv_heads;
-    const std::int32_t given = block.count(head.sequence);
-    const std::int32_t votes = std::min(given, params_.window);
+    const std::int32_t votes = std::min(block.count(head.sequence), params_.window);
     const std::int32_t columns = std::max(0, live - params_.window);
     std::fill(out.begin(), out.end(), 0.0F);
     Arena arena(scratch);
@@ -96,7 +83,7 @@ class RKVScorer {
     find_redundancy(head, rows.ordered(), mem);
     bool any = true;
     if (columns > 0) {
-      find_logits(head, block, given - votes, votes, group, mem);
+      find_logits(head, block, votes, group, mem);
       any = find_attention(votes, group, columns, mem);
       pool(mem.raw_scores.first(index(columns)),
            Pooling::max,
@@ -240,26 +227,13 @@ class RKVScorer {
     mem.newest[index(q)] = newest;
   }
 
-  // Query (head g of the group, vote i) is row g * votes + i.
   void find_logits(const HeadRef& head,
                    const QueryBlock& block,
-                   std::int32_t first_vote,
                    std::int32_t votes,
                    std::int32_t group,
                    const Layout& mem) const noexcept {
-    const auto [view, s, l, h] = head;
-    const std::int32_t dim = view.k.head_dim;
-    std::fill(mem.queries.begin(), mem.queries.end(), 0.0F);
-    std::fill(mem.votes.begin(), mem.votes.end(), std::uint8_t{0});
-    for (std::int32_t g = 0; g < group; ++g) {
-      for (std::int32_t i = 0; i < votes; ++i) {
-        const std::int32_t q = g * votes + i;
-        const float* const from = block.row(s, l, raw(h) * group + g, first_vote + i);
-        if (!detail::finite(from, dim)) { continue; }
-        detail::pack_query(from, dim, q, mem.queries.data());
-        mem.votes[index(q)] = 1;
-      }
-    }
+    const std::int32_t dim = head.view.k.head_dim;
+    detail::load_window_queries(head, block, votes, mem.queries, {}, mem.votes);
     const float scale = detail::scale_of(block, dim);
     detail::for_each_key_tile(head, mem.tiles, [&](std::int32_t first, std::int32_t) {
       float* const tile = mem.logits.data() + static_cast<std::ptrdiff_t>(first) * mem.padded;

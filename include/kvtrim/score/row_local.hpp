@@ -20,7 +20,7 @@ namespace kvtrim {
 ///
 /// | expression                                     | returns | meaning                               |
 /// |------------------------------------------------|---------|---------------------------------------|
-/// | `s.score_rows(head, obs, first, scratch, out)` | `void`  | `out[i]` for row first + i, if live
+/// | `s.score_rows(head, obs, first, scratch, out)` | `void`  | `out[i]` for row first + i, if live   |
 ///
 /// `noexcept`. Semantics the compiler cannot check: the result for a row is that of `score` bit for bit, whatever `first`
 /// and the row's index are.
@@ -37,6 +37,18 @@ concept RowLocalScorer = Scorer<S> && requires(const S& s,
 namespace detail {
 template <class Scores>
 using RowLocalScorerOf = typename ScorerOf<Scores>::type;
+
+/// Base of scorer `S`: scores all rows by its `score_rows`.
+template <class S>
+struct RowByRow {
+  /// Writes the score of each live row; a hole's is 0.
+  void score(const HeadRef& head,
+             const Observation& obs,
+             std::span<std::byte> scratch,
+             std::span<float> out) const noexcept {
+    static_cast<const S&>(*this).score_rows(head, obs, 0, scratch, out);
+  }
+};
 }  // namespace detail
 
 /// Working space of `score_new_rows` for up to `rows` new rows.

@@ -25,7 +25,7 @@ namespace kvtrim {
 /// O(live rows * value_dim) time, one read of the values; no allocation. Row-local
 /// \par Source
 /// Devoto et al., 2025, arXiv:2510.00636
-class ValueNormFactor {
+class ValueNormFactor : public detail::RowByRow<ValueNormFactor> {
  public:
   /// Working space of one call.
   [[nodiscard]] std::size_t scratch_bytes(const PlanShape& shape) const noexcept {
@@ -36,15 +36,7 @@ class ValueNormFactor {
     return readable(view.v.dtype) ? Status::ok : Status::bad_observation;
   }
 
-  /// Writes the score of each live row; a hole's is 0.
-  void score(const HeadRef& head,
-             const Observation& obs,
-             std::span<std::byte> scratch,
-             std::span<float> out) const noexcept {
-    score_rows(head, obs, 0, scratch, out);
-  }
-
-  /// The same for the rows from `first` on, as many as `out` has elements.
+  /// Writes the score of each live row from `first` on, as many as `out` has elements; a hole's is 0.
   void score_rows(const HeadRef& head,
                   const Observation&,
                   std::int32_t first,

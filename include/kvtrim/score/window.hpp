@@ -3,13 +3,15 @@
 
 // Attention of the prompt's last queries over all live keys. With the engine's LSE a tile is done once it is
 // multiplied; without it the exponentials of one KV head stay in the scratch (4 bytes a query and key) and are divided
-// when the sums are known: a second product costs twice the time. Over 400 lines: both forms share layout and reduction.
+// when the sums are known: a second product costs twice the time.
 
 #include <kvtrim/cache/live_rows.hpp>
 #include <kvtrim/core/pooling.hpp>
 #include <kvtrim/observe/detail/key_tile.hpp>
 #include <kvtrim/observe/detail/tile_product.hpp>
 #include <kvtrim/policy/window_params.hpp>
+#include <kvtrim/score/detail/panel_reduction.hpp>
+#include <kvtrim/score/detail/window_queries.hpp>
 #include <kvtrim/score/scorer.hpp>
 
 #include <algorithm>
@@ -45,26 +47,13 @@ class WindowScorer {
 
   /// Working space of one call.
   [[nodiscard]] std::size_t scratch_bytes(const PlanShape& shape) const noexcept {
-    const std::int32_t group = shape.kv_heads > 0 ? shape.query_heads / shape.kv_heads : 0;
-    return detail::largest_need(std::max(1, shape.head_dim), [&](std::int32_t head_dim) {
-      Arena arena;
-      const auto unused = Layout::take(arena,
-                                       shape.max_rows,
-                                       std::max(1, group),
-                                       std::max(1, std::min(shape.query_rows, params_.window)),
-                                       head_dim);
-      static_cast<void>(unused);
-      return arena.bytes();
-    });
+    return detail::window_bytes<Layout>(shape, params_.window);
   }
 
-  /// `bad_observation` without queries (no rows at all need no data), or when their heads are no multiple of the KV
+  /// `bad_observation` without queries (no rows at all need no data), or when their heads are not a multiple of the KV
   /// heads, or keys are not readable.
   [[nodiscard]] Status check(const CacheView& view, const Observation& obs) const noexcept {
-    const QueryBlock& q = obs.queries;
-    const bool given = q.data != nullptr || (q.rows == 0 && q.row_counts == nullptr);
-    const bool fits = given && q.query_heads >= view.kv_heads && q.query_heads % view.kv_heads == 0;
-    return fits && readable(view.k.dtype) ? Status::ok : Status::bad_observation;
+    return detail::check_window_queries(view, obs.queries);
   }
 
   /// Writes the score of each live row; a hole's is 0.
@@ -92,7 +81,8 @@ class WindowScorer {
     for (std::int32_t i = 0; i < votes; ++i) {
       mem.query_positions[index(i)] = block.position(head.sequence, given - votes + i, next);
     }
-    load_queries(head, block, given - votes, votes, mem);
+    const auto lse = block.lse != nullptr ? mem.lse : std::span<float>{};
+    detail::load_window_queries(head, block, votes, mem.queries, lse, mem.votes);
     if (block.lse != nullptr) {
       attend_with_lse(head, block, votes, group, mem);
     } else {
@@ -149,36 +139,6 @@ class WindowScorer {
 
   static std::size_t index(std::int64_t i) noexcept { return static_cast<std::size_t>(i); }
 
-  // Query (head g of the group, vote i) is row g * votes + i.
-  static void load_queries(const HeadRef& head,
-                           const QueryBlock& block,
-                           std::int32_t first,
-                           std::int32_t votes,
-                           const Layout& mem) noexcept {
-    const auto [view, s, l, h] = head;
-    const std::int32_t dim = view.k.head_dim;
-    const std::int32_t group = block.query_heads / view.kv_heads;
-    for (std::int32_t q = 0; q < mem.padded; ++q) {
-      detail::pack_query(nullptr, dim, q, mem.queries.data());
-    }
-    std::fill(mem.votes.begin(), mem.votes.end(), std::uint8_t{0});
-    for (std::int32_t g = 0; g < group; ++g) {
-      const std::int32_t query_head = raw(h) * group + g;
-      for (std::int32_t i = 0; i < votes; ++i) {
-        const std::int32_t q = g * votes + i;
-        const float* const from = block.row(s, l, query_head, first + i);
-        const float lse =
-            block.lse != nullptr
-                ? detail::natural(block.lse_of(s, l, query_head, first + i), block.lse_base)
-                : 0.0F;
-        if (!detail::finite(from, dim) || !detail::finite(&lse, 1)) { continue; }
-        detail::pack_query(from, dim, q, mem.queries.data());
-        mem.lse[index(q)] = lse;
-        mem.votes[index(q)] = 1;
-      }
-    }
-  }
-
   // Whether some query may not see some row of the tile.
   static bool needs_mask(const Layout& mem, std::int32_t count, std::int32_t votes) noexcept {
     bool any = false;
@@ -207,74 +167,6 @@ class WindowScorer {
     }
   }
 
-  using Panel = Packet[detail::panel_packets];
-  static void load(const float* from, Panel& to) noexcept {
-    for (std::int32_t p = 0; p < detail::panel_packets; ++p) {
-      to[p] = detail::pload<Packet>(from + p * detail::packet_floats);
-    }
-  }
-  static void store(const Panel& from, float* to) noexcept {
-    for (std::int32_t p = 0; p < detail::panel_packets; ++p) {
-      detail::pstore(to + p * detail::packet_floats, from[p]);
-    }
-  }
-
-  // Reduces one panel's probabilities: over the rows of a query head, then over the heads. Queries come in their order.
-  class PanelReduction {
-   public:
-    PanelReduction(const WindowParams& params, std::int32_t votes) noexcept
-        : params_(params), votes_(votes), head_end_(votes) {}
-
-    // Probabilities of query q.
-    void add(std::int32_t q, Panel& x) noexcept {
-      while (q >= head_end_) {
-        close_head();
-        head_end_ += votes_;
-      }
-      if (votes_seen_++ > 0) {
-        for (std::int32_t p = 0; p < detail::panel_packets; ++p) {
-          const Packet before = detail::pload<Packet>(rows_ + p * detail::packet_floats);
-          x[p] = params_.rows == Reduction::max ? detail::pmax(before, x[p])
-                                                : detail::padd(before, x[p]);
-        }
-      }
-      store(x, rows_);
-    }
-    // Writes the scores of `count` rows, and begins again.
-    void finish(float* scores, std::int32_t count) noexcept {
-      close_head();
-      for (std::int32_t i = 0; i < count; ++i) {
-        scores[i] = heads_seen_ == 0                   ? not_a_number
-                    : params_.group == Reduction::mean ? heads_[i] / static_cast<float>(heads_seen_)
-                                                       : heads_[i];
-      }
-      head_end_ = votes_;
-      heads_seen_ = 0;
-    }
-
-   private:
-    void close_head() noexcept {
-      if (votes_seen_ == 0) { return; }
-      for (std::int32_t i = 0; i < detail::panel_rows; ++i) {
-        const float x =
-            params_.rows == Reduction::mean ? rows_[i] / static_cast<float>(votes_seen_) : rows_[i];
-        heads_[i] = heads_seen_ == 0                  ? x
-                    : params_.group == Reduction::max ? std::max(heads_[i], x)
-                                                      : heads_[i] + x;
-      }
-      ++heads_seen_;
-      votes_seen_ = 0;
-    }
-
-    const WindowParams& params_;
-    std::int32_t votes_;
-    std::int32_t head_end_;
-    std::int32_t votes_seen_ = 0;
-    std::int32_t heads_seen_ = 0;
-    alignas(64) float rows_[detail::panel_rows];
-    alignas(64) float heads_[detail::panel_rows];
-  };
-
   void attend_with_lse(const HeadRef& head,
                        const QueryBlock& block,
                        std::int32_t votes,
@@ -283,21 +175,21 @@ class WindowScorer {
     const std::int32_t dim = head.view.k.head_dim;
     const std::int32_t used = group * votes;
     const detail::LogitScale scaled(detail::scale_of(block, dim), block.soft_cap);
-    PanelReduction reduction(params_, std::max(1, votes));
+    detail::PanelReduction reduction(params_, std::max(1, votes));
     detail::for_each_key_tile(head, mem.tiles, [&](std::int32_t first, std::int32_t count) {
       detail::pack_keys(mem.tiles, dim, count);
       const bool masked = needs_mask(mem, count, votes);
       for (std::int32_t row = 0; row < count; row += detail::panel_rows) {
         for_each_query(mem, dim, row, used, [&](std::int32_t q, float* values) {
           const Packet lse = detail::pset1<Packet>(mem.lse[index(q)]);
-          Panel x;
+          detail::Panel x;
           for (std::int32_t p = 0; p < detail::panel_packets; ++p) {
             x[p] = detail::pexp(detail::psub(scaled(values + p * detail::packet_floats), lse));
           }
           if (masked) {
-            store(x, values);
+            detail::store_panel(x, values);
             mask(values, mem, row, count, mem.query_positions[index(q % votes)], 0.0F);
-            load(values, x);
+            detail::load_panel(values, x);
           }
           reduction.add(q, x);
         });
@@ -342,14 +234,14 @@ class WindowScorer {
         const bool any_hidden = masked || row + detail::panel_rows > count;
         for_each_query(mem, dim, row, used, [&](std::int32_t q, float* values) {
           const Position position = mem.query_positions[index(q % votes)];
-          Panel x;
+          detail::Panel x;
           for (std::int32_t p = 0; p < detail::panel_packets; ++p) {
             x[p] = scaled(values + p * detail::packet_floats);
           }
           if (any_hidden) {
-            store(x, values);
+            detail::store_panel(x, values);
             mask(values, mem, row, count, position, lowest);
-            load(values, x);
+            detail::load_panel(values, x);
           }
           Packet highest = x[0];
           for (std::int32_t p = 1; p < detail::panel_packets; ++p) {
@@ -370,10 +262,10 @@ class WindowScorer {
             x[p] = detail::pexp(detail::psub(x[p], detail::pset1<Packet>(reference)));
           }
           float* const to = exponentials_of(panel, q);
-          store(x, to);
+          detail::store_panel(x, to);
           if (any_hidden) {
             mask(to, mem, row, count, position, 0.0F);
-            load(to, x);
+            detail::load_panel(to, x);
           }
           Packet sum = detail::pload<Packet>(lanes_of(q));
           for (std::int32_t p = 0; p < detail::panel_packets; ++p) {
@@ -398,7 +290,7 @@ class WindowScorer {
       const double sum = mem.sums[index(q)];
       if (!(sum > 0 && sum < std::numeric_limits<double>::infinity())) { mem.votes[index(q)] = 0; }
     }
-    PanelReduction reduction(params_, std::max(1, votes));
+    detail::PanelReduction reduction(params_, std::max(1, votes));
     const auto live = static_cast<std::int32_t>(mem.raw_scores.size());
     for (std::int32_t first = 0; first < live; first += detail::panel_rows) {
       const std::int32_t panel = first / detail::panel_rows;
@@ -408,8 +300,8 @@ class WindowScorer {
         const float maximum = mem.maxima[index(q)];
         const float shrink = reference == maximum ? 1.0F : std::exp(reference - maximum);
         const auto factor = static_cast<float>(static_cast<double>(shrink) / mem.sums[index(q)]);
-        Panel x;
-        load(exponentials_of(panel, q), x);
+        detail::Panel x;
+        detail::load_panel(exponentials_of(panel, q), x);
         for (std::int32_t p = 0; p < detail::panel_packets; ++p) {
           x[p] = detail::pmul(x[p], detail::pset1<Packet>(factor));
         }

@@ -25,7 +25,8 @@ inline constexpr std::int32_t block_rows = 64;
   return side == Side::keys ? view.k.head_dim : view.v.head_dim;
 }
 
-/// Calls f(i, row, finite) for the live rows i of [begin, end) of one KV head in logical order, a hole left out. Other rows are not read.
+/// Calls f(i, row, finite) for the live rows i of [begin, end) of one KV head in logical order, a hole left out. Other
+/// rows are not read.
 ///
 /// \param block  [block_rows * head dim]
 template <class F>
