@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Three numbers of a row: its row in the table, its index among the live rows (a hole left out), and its rank by
+// A row has three numbers: its row in the table, its index among the live rows (a hole is skipped), and its rank by
 // position.
 
 #include <kvtrim/cache/cache_view.hpp>
@@ -13,7 +13,7 @@
 
 namespace kvtrim::detail {
 
-/// Row of live index `i` in a table with a hole at row `hole` (-1: none).
+/// Table row of live index `i` in a table with a hole at row `hole` (-1: none).
 [[nodiscard]] constexpr std::int32_t row_of(std::int32_t i, std::int32_t hole) noexcept {
   return i + (hole >= 0 && i >= hole ? 1 : 0);
 }

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// A plan is one block of bytes without pointers: a header, then arrays at offsets that the header names. So a plan can
-// be copied, compared, written to a file and read back. Over 400 lines: a format, its accessors and the check of bytes
+// A plan is one block of bytes without pointers: a header, then arrays at offsets given in the header. So a plan can be
+// copied, compared, written to a file and read back. Over 400 lines: the format, its accessors and the check of bytes
 // from outside must agree.
 
 #include <kvtrim/cache/table_update.hpp>
@@ -24,7 +24,7 @@ namespace kvtrim {
 /// What happens to one page table.
 struct TablePlan {
   Status status = Status::ok;
-  Removal removal = Removal::stable_pack;  ///< the way taken
+  Removal removal = Removal::stable_pack;  ///< how rows are removed
   bool evicts = false;                     ///< whether anything goes
   bool ordered_after = true;               ///< slot order is position order afterwards
   std::int32_t live_before = 0;            ///< live rows
@@ -35,7 +35,7 @@ struct TablePlan {
   std::int32_t pages_before = 0;           ///< entries in use
   std::int32_t pages_after = 0;            ///< entries afterwards
   std::int32_t released =
-      0;  ///< pages that leave the table (K and V ids counted apart where they differ)
+      0;  ///< pages that leave the table (K and V ids counted separately where they differ)
   std::int32_t shared_kept = 0;  ///< leading shared pages that stay as they are
   std::int32_t spare_pages = 0;  ///< spare pages that replace shared ones
 };
@@ -45,7 +45,7 @@ struct HeadPlan {
   std::int32_t kept = 0;       ///< rows listed as kept (`stable_pack`, `fill_holes`)
   std::int32_t evicted = 0;    ///< rows that go
   std::int32_t victim = -1;    ///< `overwrite_slot`: the row that goes
-  std::int32_t has_ranks = 0;  ///< slot order is not position order: ranks are listed
+  std::int32_t has_ranks = 0;  ///< slot order is not position order, so ranks are listed
   std::int64_t moved = 0;      ///< rows that change their place
 };
 
@@ -64,7 +64,7 @@ struct PlanHeader {
   std::int32_t sequences = 0;
   std::int32_t layers = 0;
   std::int32_t kv_heads = 0;
-  std::int32_t tables = 0;  // of a sequence
+  std::int32_t tables = 0;  // per sequence
   std::int32_t page_size = 0;
   std::int32_t max_rows = 0;
   std::int32_t max_pages = 0;
@@ -79,14 +79,15 @@ struct PlanHeader {
   std::int64_t head_plans = 0;   // HeadPlan [sequences, layers, kv_heads]
   std::int64_t rows =
       0;  // int32 [sequences, layers, kv_heads, max_rows]: kept rows, then evicted positions
-  std::int64_t ranks = 0;     // int32, as rows: rank of each kept row
-  std::int64_t pages = 0;     // int32 [sequences, tables, 2, max_pages]: K and V pages afterwards
-  std::int64_t sources = 0;   // int32 [sequences, tables, max_pages]: entry each of them had before
+  std::int64_t ranks = 0;  // int32, same shape as rows: rank of each kept row
+  std::int64_t pages = 0;  // int32 [sequences, tables, 2, max_pages]: K and V pages afterwards
+  std::int64_t sources =
+      0;  // int32 [sequences, tables, max_pages]: entry that each page had before
   std::int64_t released = 0;  // int32 [sequences, tables, 2 * max_pages]: tail first
   std::int64_t bytes = 0;     // of the whole plan
 };
 
-// Where each kept row goes: f(from, to, index in the list), in an order in which no row is overwritten before it is read.
+// Calls f(from, to, index in the list) for each kept row, in an order in which no row is overwritten before it is read.
 template <class F>
 void for_each_target(std::span<const std::int32_t> kept, Removal removal, F&& f) noexcept {
   const auto n = static_cast<std::int32_t>(kept.size());
@@ -111,9 +112,9 @@ void for_each_target(std::span<const std::int32_t> kept, Removal removal, F&& f)
 
 }  // namespace detail
 
-/// A plan in somebody's memory: cheap to copy, valid while that memory is.
+/// A plan in memory that it does not own: cheap to copy, valid as long as that memory is.
 ///
-/// Rows are rows of the table as it was when the plan was made.
+/// Rows are numbered as in the table at the time the plan was made.
 class PlanView {
  public:
   /// No plan: empty, and safe to apply.
@@ -123,7 +124,7 @@ class PlanView {
   /// A plan that could not be made.
   explicit PlanView(Status status) noexcept : failure_(status) {}
 
-  /// `ok` or `over_budget`: may be applied. Anything else: nothing was planned.
+  /// `ok` or `over_budget`: the plan may be applied. Anything else: nothing was planned.
   [[nodiscard]] Status status() const noexcept {
     return header_ == nullptr ? failure_ : header_->status;
   }
@@ -147,15 +148,15 @@ class PlanView {
   [[nodiscard]] std::int64_t nan_count() const noexcept {
     return header_ == nullptr ? 0 : header_->nan_count;
   }
-  /// Spare pages that the plan takes; with `out_of_pages`, that it would need.
+  /// Spare pages that the plan takes; with `out_of_pages`, the number it would need.
   [[nodiscard]] std::int32_t spares_needed() const noexcept {
     return header_ == nullptr ? 0 : header_->spares_needed;
   }
-  /// Position mode it was made for.
+  /// Position mode that it was made for.
   [[nodiscard]] PositionMode positions() const noexcept {
     return header_ == nullptr ? PositionMode::keep : header_->positions;
   }
-  /// Sequences, layers, KV heads, tables a sequence.
+  /// Sequences, layers, KV heads, tables per sequence.
   [[nodiscard]] std::int32_t sequences() const noexcept {
     return header_ == nullptr ? 0 : header_->sequences;
   }
@@ -174,7 +175,7 @@ class PlanView {
     return array<TablePlan>(
         header_->table_plans)[raw(s) * static_cast<std::int64_t>(header_->tables) + t];
   }
-  /// Which table serves (layer, KV head).
+  /// Index of the table that serves (layer, KV head).
   [[nodiscard]] std::int32_t table_of(LayerId l, HeadId h) const noexcept {
     return kvtrim::table_of(header_->scope, header_->kv_heads, l, h);
   }
@@ -182,13 +183,13 @@ class PlanView {
   [[nodiscard]] HeadPlan& head(SequenceId s, LayerId l, HeadId h) const noexcept {
     return array<HeadPlan>(header_->head_plans)[head_index(s, l, h)];
   }
-  /// Rows listed as kept, ascending. Empty for `drop_pages` and `overwrite_slot`: `for_each_kept` serves all.
+  /// Rows listed as kept, ascending. Empty for `drop_pages` and `overwrite_slot`: use `for_each_kept` for any way of removal.
   [[nodiscard]] std::span<std::int32_t> kept_list(SequenceId s,
                                                   LayerId l,
                                                   HeadId h) const noexcept {
     return {rows(s, l, h), static_cast<std::size_t>(head(s, l, h).kept)};
   }
-  /// Rank by position of each row of `kept_list`; empty where rows are in position order.
+  /// Rank by position of each row of `kept_list`; empty if rows are in position order.
   [[nodiscard]] std::span<std::int32_t> ranks(SequenceId s, LayerId l, HeadId h) const noexcept {
     return {array<std::int32_t>(header_->ranks) + head_index(s, l, h) * header_->max_rows,
             head(s, l, h).has_ranks != 0 ? static_cast<std::size_t>(head(s, l, h).kept) : 0};
@@ -250,7 +251,7 @@ class PlanView {
   }
   /// Used by the stages.
   [[nodiscard]] detail::PlanHeader* header() const noexcept { return header_; }
-  /// Used by the planner: storage of kept rows and evicted positions, [max_rows].
+  /// Used by the planner: storage for kept rows and evicted positions, [max_rows].
   [[nodiscard]] std::int32_t* rows(SequenceId s, LayerId l, HeadId h) const noexcept {
     return array<std::int32_t>(header_->rows) + head_index(s, l, h) * header_->max_rows;
   }
@@ -331,8 +332,8 @@ class Plan {
   }
   /// Reads a plan back from what `PlanView::bytes` gave.
   ///
-  /// \returns an empty plan with status `bad_observation` if `bytes` are no plan: any count, offset, row or enumerator out
-  ///   of its range. Whether it fits a cache is `apply`'s to say
+  /// \returns an empty plan with status `bad_observation` if `bytes` are not a plan: if any count, offset, row or enumerator
+  ///   is out of its range. Whether the plan fits a cache is checked by `apply`
   [[nodiscard]] static Plan from_bytes(std::span<const std::byte> bytes) {
     Plan plan;
     plan.failure_ = Status::bad_observation;
@@ -350,7 +351,7 @@ class Plan {
   [[nodiscard]] bool empty() noexcept { return view().empty(); }
 
  private:
-  // Whether the header's counts and offsets are those of a block of this size, and every bool is one.
+  // Whether the header's counts and offsets are those of a block of this size, and every bool is valid.
   [[nodiscard]] static bool has_layout(std::span<const std::byte> bytes) noexcept {
     using detail::PlanHeader;
     const auto size = static_cast<std::int64_t>(bytes.size());
@@ -368,7 +369,7 @@ class Plan {
         x.spares_needed < 0) {
       return false;
     }
-    // A product of counts, or -1 where it is beyond the size of the block.
+    // A product of counts, or -1 if it exceeds the size of the block.
     const auto product = [&](std::initializer_list<std::int64_t> counts) {
       std::int64_t n = 1;
       for (const std::int64_t c : counts) {
@@ -411,7 +412,7 @@ class Plan {
     return true;
   }
 
-  // Whether every list lies within its row, and names rows and entries that the table had.
+  // Whether every list fits its space, and names rows and entries that the table had.
   [[nodiscard]] static bool has_sound_lists(const PlanView& plan) noexcept {
     const detail::PlanHeader& x = *plan.header();
     const auto within = [](std::int32_t i, std::int32_t low, std::int32_t high) {
@@ -475,7 +476,7 @@ class Plan {
   Status failure_ = Status::ok;
 };
 
-/// A plan in words, one line a table: for logs and tests.
+/// A plan in words, one line per table: for logs and tests.
 [[nodiscard]] inline std::string to_string(const PlanView& plan) {
   std::string text = "plan: ";
   text += to_string(plan.status());

@@ -9,12 +9,12 @@
 namespace kvtrim::detail {
 
 /// Whether the KV heads of each layer hold the same tokens in the same rows, so that one set of scores can serve them all.
-/// They do as long as no policy with a set for each head has cut the sequence.
+/// They do as long as no policy with one set per head has cut the sequence.
 ///
-/// A length beyond its table is for the plan to refuse: nothing is read by it.
+/// A length beyond its table is left for the plan to refuse: nothing is read for it.
 ///
 /// \par Complexity
-/// O(1) a head where heads share their positions, else O(rows)
+/// O(1) per head if heads share their positions, O(rows) otherwise
 [[nodiscard]] inline bool heads_hold_same_rows(const CacheView& view) noexcept {
   constexpr HeadId first{0};
   const auto same = [&](SequenceId s, LayerId l, HeadId h) {

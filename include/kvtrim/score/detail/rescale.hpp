@@ -28,7 +28,7 @@ class RescaledScorer {
     static_cast<void>(arena.take<float>(shape.max_rows));
     return arena.bytes() + std::max(inner_.scratch_bytes(shape), factor_.scratch_bytes(shape));
   }
-  /// `bad_observation` where the scorer or the factor says so.
+  /// `bad_observation` if the scorer or the factor says so.
   [[nodiscard]] Status check(const CacheView& view, const Observation& obs) const noexcept {
     const Status status = inner_.check(view, obs);
     return status != Status::ok ? status : factor_.check(view, obs);
@@ -48,7 +48,7 @@ class RescaledScorer {
     rescale(mem.factors, view.state(s, l, h).append_row, out);
   }
 
-  /// The same for the rows from `first` on, as many as `out` has elements.
+  /// The same for the rows from `first` on; `out.size()` of them.
   void score_rows(const CacheView& view,
                   SequenceId s,
                   LayerId l,
