@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// How a benchmark is timed: the operation and its bound by turns (A B A B), in one process, over and over. What counts is
+// How a benchmark is timed: the operation and its bound alternately (A B A B), in one process, over and over. What counts is
 // the ratio of a pair that ran in the same moment; its median over all pairs survives a noisy machine, its quartiles say
 // how noisy the machine was. Google Benchmark is told one iteration, whose time is the operation's median.
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // A new method is one struct: its parameters with their facts, and its scorer. Everything else is there: protection, ties, NaN, plans, moves, tables,
-// per-head budgets (AdaKV<Fading>), one set a layer (TopRows<PerLayer<FadingNorm>>), whole pages (PageSelector<FadingNorm>).
+// per-head budgets (AdaKV<Fading>), one set per layer (TopRows<PerLayer<FadingNorm>>), whole pages (PageSelector<FadingNorm>).
 #include <kvtrim/kvtrim.hpp>
 
 #include <cmath>
@@ -64,7 +64,7 @@ int main() {
   if (!sequence || cache.try_extend(*sequence, 100) != kvtrim::Status::ok) { return 1; }
   cache.write(*sequence, kvtrim::LayerId{0}, {.data = rows.data()}, {.data = rows.data()});
 
-  const kvtrim::AdaKV<Fading> policy({.inner = {.budget = 16}});  // 16 rows a head on average
+  const kvtrim::AdaKV<Fading> policy({.inner = {.budget = 16}});  // 16 rows per head on average
   std::vector<std::byte> memory(
       kvtrim::plan_workspace_bytes(policy, kvtrim::plan_shape(cache.view())));
   const std::int32_t before = cache.pool().in_use();

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // H2O's prompt: the column sums of one KV head's causal attention with the LSE given, beside the same causal half as Eigen's
-// products on contiguous fp32 and one exponential a score.
+// products on contiguous fp32 and one exponential per score.
 
 #include <kvtrim/observe/column_sums.hpp>
 

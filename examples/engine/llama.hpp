@@ -55,7 +55,7 @@ using Observer = std::function<void(const LayerObservation&)>;
 enum class LogitRows {
   none,
   last,  ///< one row a segment, of its last token
-  all,   ///< one row a token, segment after segment
+  all,   ///< one row per token, segment after segment
 };
 
 /// A model, ready to run. Keeps its activations between steps.
@@ -137,7 +137,7 @@ class LlamaModel {
 
   /// Runs a prompt in chunks; the logits afterwards are those of its last token.
   ///
-  /// \param chunk  tokens a step
+  /// \param chunk  tokens per step
   /// \returns `ok`; else the cache had no room for a chunk, and holds the chunks before it
   /// \throws std::invalid_argument if the prompt is empty
   /// \throws std::length_error if it is longer than the model's context
@@ -427,7 +427,7 @@ class LlamaModel {
 
   LlamaShape shape_;
   LlamaWeights weights_;
-  std::vector<BlockAttention> attention_;    // one a thread
+  std::vector<BlockAttention> attention_;    // one per thread
   std::vector<Turn> turns_;                  // [rope positions, rope_dims / 2]
   std::vector<Eigen::Index> first_rows_;     // of each segment
   std::vector<kvtrim::Position> positions_;  // of each token of the step

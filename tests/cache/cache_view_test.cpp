@@ -719,7 +719,7 @@ TEST_CASE(
 
 namespace {
 
-// Address space whose access ends the process, but for what is opened.
+// Address space whose access ends the process, except for what is opened.
 class Guarded {
  public:
   explicit Guarded(std::size_t bytes) : bytes_(bytes) {

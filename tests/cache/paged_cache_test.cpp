@@ -519,7 +519,7 @@ TEST_CASE("paged_cache: out of pages in the middle of an extend changes nothing"
           "[paged_cache][edge]") {
   for (const TableScope scope : all_scopes) {
     const std::int32_t tables = tables_of(small(scope));
-    // 6 rows: 2 pages a table. 3 more rows: 1 page a table more; the pool lacks one page in all.
+    // 6 rows: 2 pages per table. 3 more rows: 1 page per table more; the pool lacks one page in all.
     PagedCache cache(small(scope, 4, 3 * tables - 1));
     const SequenceId s = *cache.try_create();
     REQUIRE(append(cache, s, tags_from(0, 6)) == Status::ok);
@@ -537,7 +537,7 @@ TEST_CASE("paged_cache: the pages of copy-on-write count in an extend, all or no
   for (const TableScope scope : all_scopes) {
     const std::int32_t tables = tables_of(small(scope));
     PagedCache cache(small(
-        scope, 4, 3 * tables - 1));  // 2 pages a table, shared; one copy a table lacks one page
+        scope, 4, 3 * tables - 1));  // 2 pages per table, shared; one copy a table lacks one page
     const SequenceId a = *cache.try_create();
     REQUIRE(append(cache, a, tags_from(0, 6)) == Status::ok);
     const SequenceId b = *cache.try_fork(a);

@@ -115,7 +115,7 @@ struct Engine {
     check_layout(view);
   }
 
-  // From now on the engine keeps states: one a table.
+  // From now on the engine keeps states: one per table.
   void keep_states() {
     const std::int32_t tables = kind == Table::per_head ? heads : 1;
     for (std::int32_t s = 0; s < 2; ++s) {

@@ -32,7 +32,7 @@ struct Result {
   friend bool operator==(const Result&, const Result&) = default;
 };
 
-// Memory whose touch ends the process, but for what is opened.
+// Memory whose touch ends the process, except for what is opened.
 class Guarded {
  public:
   explicit Guarded(std::size_t bytes) : bytes_(bytes) {

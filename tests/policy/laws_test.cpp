@@ -219,7 +219,7 @@ std::vector<std::vector<std::int32_t>> kept_rows(const PlanView& made, const Cac
   return out;
 }
 
-// A policy as the laws see it: the laws are compiled once, not once a policy.
+// A policy as the laws see it: the laws are compiled once, not once per policy.
 struct Law {
   Report (*evict)(MethodWorld&);
   std::vector<std::vector<std::int32_t>> (*planned)(MethodWorld&, const CacheView&);

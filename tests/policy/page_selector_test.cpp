@@ -1017,7 +1017,7 @@ TEMPLATE_TEST_CASE("page_selector: sequences of a batch do not mix",
 
 namespace {
 
-// Keys of noise but for one token, which every query looks for.
+// Keys of noise except for one token, which every query looks for.
 struct Stream {
   static constexpr std::int32_t dim = 8;
   explicit Stream(std::int32_t n) : needle(n) {}

@@ -257,7 +257,7 @@ TEST_CASE("cuda::top_k: refuses what cannot be before any launch", "[cuda]") {
       cudaErrorInvalidValue);
   CHECK(cuda::top_k(rows, nullptr, {1, 1, 1, 8}, out.data(), out.data(), nullptr, 0, nullptr) ==
         cudaErrorInvalidValue);
-  // Several blocks a head need a workspace.
+  // Several blocks per head need a workspace.
   CHECK(cuda::top_k(
             rows, tasks.data(), {1, 1, 3, 20000}, out.data(), out.data(), nullptr, 0, nullptr) ==
         cudaErrorInvalidValue);

@@ -96,13 +96,13 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(table_threads)
 
 /// Stores the tables, lengths and states of an applied plan, and drops the references of the pages it releases.
 ///
-/// Nothing is written unless the plan was applied and neither the view nor a later commit came between: the report's status
-/// is `not_applied` or `stale_plan` then, and `freed_count` 0.
+/// Nothing is written if the plan was not applied, or if the view has changed or was committed since: then the report's
+/// status is `not_applied` or `stale_plan`, and `freed_count` is 0.
 ///
 /// \param workspace  as given to `plan`
 /// \param view       as given to `plan`; a dense table
 /// \param out        the engine's arrays
-/// \returns `cudaErrorInvalidValue` before any launch for a CSR table or a missing array; else the launches' status
+/// \returns `cudaErrorInvalidValue` before any launch for a CSR table or a missing array; otherwise the launches' status
 /// \par Complexity
 /// O(table entries)
 /// \par Stream
