@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Searches the parameters of a policy on prompts it makes itself.
+"""Searches the parameters of a policy on prompts that it makes itself.
 
-Tune here, report on other prompts: bench/README.md has what was found. One line a policy and size, best first.
+Tune here, report on other prompts: bench/README.md has what was found. One line per policy and size, best first.
 
   python3 bench/search_selection.py --programs build/demo/examples --model M.gguf --text FILE --grid aware
 """

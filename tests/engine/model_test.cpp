@@ -122,7 +122,8 @@ TEST_CASE("model: with an f16 cache the logits and 24 greedy tokens are still th
 }
 
 TEST_CASE(
-    "model: AdaKV at 75 % removed gives back all pages but a partly filled one a head, and decode "
+    "model: AdaKV at 75 % removed gives back all pages except a partly filled one per head, and "
+    "decode "
     "goes on",
     "[model][adakv]") {
   auto& model = loaded().model;

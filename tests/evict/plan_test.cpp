@@ -145,7 +145,7 @@ TEST_CASE("plan: it lists what stays and what goes, for every way of removal", "
   }
 }
 
-TEST_CASE("plan: a hole is no kept row of a table that nothing leaves", "[plan][edge]") {
+TEST_CASE("plan: a hole is not a kept row of a table that nothing leaves", "[plan][edge]") {
   const StreamingSink policy({.sinks = 2, .recent = 5, .form = SinkForm::exact});
   TaggedCache c({.max_rows = 24});
   REQUIRE(c.append(0, 8) == Status::ok);
@@ -161,7 +161,7 @@ TEST_CASE("plan: a hole is no kept row of a table that nothing leaves", "[plan][
   CHECK(p.kept_rows() == 7);
 }
 
-TEST_CASE("plan: equal is what does the same", "[plan]") {
+TEST_CASE("plan: plans that do the same are equal", "[plan]") {
   Planned planned;
   Plan a(planned.make(ByScore{.keep = 6}));
   Plan b(planned.make(ByScore{.keep = 6}));
@@ -190,7 +190,7 @@ TEST_CASE("plan: a plan that owns its memory outlives the workspace, and is copi
   Plan moved(std::move(plan_of_six));
   CHECK(moved.view() == reference.view());
   CHECK_FALSE(moved.empty());
-  // What was moved from is no plan: safe to look at and to apply.
+  // A moved-from plan is empty: safe to look at and to apply.
   CHECK(plan_of_six.empty());  // NOLINT(bugprone-use-after-move)
   const auto before = planned.c.bytes();
   CHECK(apply(plan_of_six.view(), planned.c.view()) == Status::ok);
@@ -201,7 +201,7 @@ TEST_CASE("plan: a plan that owns its memory outlives the workspace, and is copi
   CHECK(Plan(PlanView(Status::shared_page)).view().status() == Status::shared_page);
 }
 
-TEST_CASE("plan: in words, a line a table", "[plan]") {
+TEST_CASE("plan: in words, one line per table", "[plan]") {
   Planned planned;
   const std::string text = to_string(planned.make(ByScore{.keep = 6}));
   CHECK_THAT(text, ContainsSubstring("plan: ok, evicts 48 rows, keeps 44"));
@@ -241,7 +241,7 @@ TEST_CASE("plan: bytes written are the plan read back, and it can be applied", "
   CHECK(Plan::from_bytes(none.view().bytes()).view() == none.view());
 }
 
-TEST_CASE("plan: bytes that are no plan are told, and never crash", "[plan][fault]") {
+TEST_CASE("plan: bytes that are not a plan are refused, and never crash", "[plan][fault]") {
   for (const Removal way :
        {Removal::drop_pages, Removal::overwrite_slot, Removal::fill_holes, Removal::stable_pack}) {
     Planned planned(18, way == Removal::fill_holes ? TableScope::head : TableScope::group);
@@ -295,7 +295,7 @@ TEST_CASE("plan: bytes that are no plan are told, and never crash", "[plan][faul
   }
 }
 
-TEST_CASE("plan: rows out of order or out of range are no plan", "[plan][fault]") {
+TEST_CASE("plan: rows out of order or out of range are not a plan", "[plan][fault]") {
   Planned planned;
   const PlanView p = planned.make(ByScore{.keep = 6});
   const auto kept = p.kept_list(SequenceId{0}, LayerId{1}, HeadId{0});

@@ -248,7 +248,7 @@ TEST_CASE("cuda::top_k: sums with compensation are ranked by age", "[cuda][parit
   CHECK(got[1] == (rows.age_normalised ? 2 : 1));
 }
 
-TEST_CASE("cuda::top_k: refuses what cannot be before any launch", "[cuda]") {
+TEST_CASE("cuda::top_k: refuses impossible bounds before any launch", "[cuda]") {
   cuda::RowScores rows;
   const DeviceBuffer<cuda::SelectTask> tasks(std::vector<cuda::SelectTask>(3));
   DeviceBuffer<std::int32_t> out(3);
