@@ -113,7 +113,7 @@ void each_step(benchmark::State& state, const Shape& shape, HeavyMode mode, Sums
     return std::pair(t.op + seconds_of([&] { last = step.evict(); }, step.clock()), t.attention);
   });
   if (last.status != Status::ok || last.evicted_rows != shape.kv_heads) {
-    state.SkipWithError("a step did not evict one row a head");
+    state.SkipWithError("a step did not evict one row per head");
     return;
   }
   report(state, p, {.items = static_cast<double>(shape.tokens) * shape.kv_heads});

@@ -536,10 +536,8 @@ TEST_CASE("paged_cache: the pages of copy-on-write count in an extend, all or no
           "[paged_cache][edge]") {
   for (const TableScope scope : all_scopes) {
     const std::int32_t tables = tables_of(small(scope));
-    PagedCache cache(small(
-        scope,
-        4,
-        3 * tables - 1));  // 2 shared pages per table; one copy per table is one page too many
+    PagedCache cache(small(scope, 4,
+                           3 * tables - 1));  // 2 shared per table; one too few
     const SequenceId a = *cache.try_create();
     REQUIRE(append(cache, a, tags_from(0, 6)) == Status::ok);
     const SequenceId b = *cache.try_fork(a);

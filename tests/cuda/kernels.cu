@@ -27,7 +27,7 @@
 
 namespace kvtrim::test {
 
-// Uses every launcher once; nobody calls it.
+// Uses every launcher once; it is never called.
 cudaError_t use_all_kernels(const CacheView& view,
                             const cuda::DeviceObservation& obs,
                             const cuda::PlanWorkspace& workspace,

@@ -19,7 +19,7 @@ namespace kvtrim::test {
 template <class T>
 class DeviceBuffer {
  public:
-  /// Memory that nobody has written yet.
+  /// Memory that has not been written yet.
   explicit DeviceBuffer(std::size_t count, [[maybe_unused]] const char* name = "device buffer")
       : count_(count) {
 #if defined(KVTRIM_EMULATED)

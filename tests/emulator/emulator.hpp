@@ -5,7 +5,7 @@
 // switch only inside collectives (barriers, shuffles, votes) and atomics, in an order that the schedule chooses, so a seed
 // repeats a run exactly. Beyond running kernels, it checks what a GPU leaves undefined: collectives that not all
 // threads of a mask reach, barriers in divergent code, deadlocks, values read from absent lanes, launch limits,
-// asynchronous copies nobody waits for, exits before a barrier. Under AddressSanitizer it finds accesses beyond any
+// asynchronous copies that are never awaited, exits before a barrier. Under AddressSanitizer it finds accesses beyond any
 // device_buffer or shared array; linked with racecheck.cpp, races and reads of memory never written.
 //
 // This header is what kernels see; the machine is in emulator.cpp, which is never compiled with a sanitizer.

@@ -156,7 +156,7 @@ TEST_CASE(
     const kvtrim::Report report = evictor.evict(policy, s, budget);
     CHECK(report.status == Status::ok);
 
-    // In theory: so many rows, packed. Each head may waste less than one page.
+    // In theory this many rows, packed. Each head may waste less than one page.
     std::int64_t kept = 0;
     std::int64_t pages = 0;
     std::int32_t shortest = rows;

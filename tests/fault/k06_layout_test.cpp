@@ -15,7 +15,7 @@ using namespace kvtrim;
 using namespace kvtrim::fault;
 
 TEST_CASE(
-    "B045 the reduction over a group's query heads is an argument, the result one row a KV head",
+    "B045 the reduction over a group's query heads is an argument, the result one row per KV head",
     "[layout][fault]") {
   // With one-hot keys, scale 1 and LSE 0 the probability of (query head, row) is exp of the query's feature.
   const std::array<std::array<float, 4>, 4> wanted{{{0, 9, 0, 1},  // query heads 0, 1: KV head 0

@@ -147,7 +147,7 @@ class PagedWorld {
     for (const auto& [from, bytes] : written_) { out.insert(out.end(), from, from + bytes); }
     return out;
   }
-  /// The same bytes as the last `memory()`, whoever has the pages now.
+  /// The same bytes as the last `memory()`, whatever owns the pages now.
   std::vector<std::byte> memory_again() {
     std::vector<std::byte> out;
     for (const auto& [from, bytes] : written_) { out.insert(out.end(), from, from + bytes); }

@@ -491,8 +491,7 @@ class PagedCache {
     for (std::int32_t e = pages_for(w.begin, params_.page_size);
          e < pages_for(extent, params_.page_size);
          ++e) {
-      entries[e] =
-          raw(pool_.try_acquire().value_or(null_page));  // counted beforehand: there is one
+      entries[e] = raw(pool_.try_acquire().value_or(null_page));  // counted before
     }
     for_each_head(all, t, [&](LayerId l, HeadId h) {
       for (std::int32_t i = 0; i < n; ++i) {

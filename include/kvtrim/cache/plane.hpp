@@ -177,10 +177,9 @@ struct PagePlane {
   std::int64_t layer_stride = 0;  ///< bytes
   std::int64_t page_stride = 0;   ///< bytes
   std::int64_t token_stride = 0;  ///< bytes; 0: one value for the whole page, never moved
-  std::int64_t head_stride =
-      0;  ///< bytes; 0: common to all heads, which must then keep the same rows
-  std::int64_t row_bytes = 0;  ///< bytes that belong to one row
-  bool of_values = false;      ///< follows the V page ids where K and V have their own
+  std::int64_t head_stride = 0;  ///< bytes; 0: common to all heads, so they must keep the same rows
+  std::int64_t row_bytes = 0;    ///< bytes that belong to one row
+  bool of_values = false;        ///< follows the V page ids where K and V have their own
 
   /// First byte of a row's data.
   [[nodiscard]] KVTRIM_HOST_DEVICE std::byte* row(LayerId l,

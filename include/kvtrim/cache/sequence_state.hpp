@@ -18,11 +18,10 @@ struct SequenceState {
   std::int32_t next_rope_position = 0;  ///< what the next key and query are rotated to
   std::int32_t append_row =
       -1;  ///< row of the next append if it is a hole among the live rows; otherwise -1
-  std::int32_t steps = 0;  ///< extends since the last eviction
-  std::int32_t rows_at_eviction =
-      0;                         ///< live rows just after the last eviction; 0: nothing evicted yet
-  bool ordered = true;           ///< slot order is position order
-  std::uint64_t generation = 0;  ///< incremented by every change
+  std::int32_t steps = 0;             ///< extends since the last eviction
+  std::int32_t rows_at_eviction = 0;  ///< live rows just after the last eviction; 0: never evicted
+  bool ordered = true;                ///< slot order is position order
+  std::uint64_t generation = 0;       ///< incremented by every change
 
   /// Rows of the table that are or were in use: the live ones and the hole.
   [[nodiscard]] KVTRIM_HOST_DEVICE constexpr std::int32_t extent() const noexcept {

@@ -15,12 +15,11 @@ namespace kvtrim {
 /// What an eviction did. The lists of evicted positions and released pages stay in the plan (`PlanView::evicted`,
 /// `PlanView::released`), ascending and tail first.
 struct Report {
-  Status status = Status::ok;     ///< `ok`, `over_budget`, or why nothing was committed
-  std::int64_t evicted_rows = 0;  ///< rows gone, summed over layers and KV heads
-  std::int64_t kept_rows = 0;     ///< rows left, summed likewise
-  std::int64_t allocated_rows =
-      0;                           ///< rows that the remaining pages have room for, summed likewise
-  std::int32_t dropped_pages = 0;  ///< pages that left a table
+  Status status = Status::ok;       ///< `ok`, `over_budget`, or why nothing was committed
+  std::int64_t evicted_rows = 0;    ///< rows gone, summed over layers and KV heads
+  std::int64_t kept_rows = 0;       ///< rows left, summed likewise
+  std::int64_t allocated_rows = 0;  ///< room for rows in the remaining pages, summed likewise
+  std::int32_t dropped_pages = 0;   ///< pages that left a table
   std::int32_t released_pages = 0;  ///< of those, pages that nobody holds any longer
   std::int64_t bytes_moved = 0;     ///< bytes of keys, values and page planes written by apply
   std::int64_t nan_count = 0;       ///< NaN among the candidates' scores

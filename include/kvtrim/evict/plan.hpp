@@ -79,10 +79,9 @@ struct PlanHeader {
   std::int64_t head_plans = 0;   // HeadPlan [sequences, layers, kv_heads]
   std::int64_t rows =
       0;  // int32 [sequences, layers, kv_heads, max_rows]: kept rows, then evicted positions
-  std::int64_t ranks = 0;  // int32, same shape as rows: rank of each kept row
-  std::int64_t pages = 0;  // int32 [sequences, tables, 2, max_pages]: K and V pages afterwards
-  std::int64_t sources =
-      0;  // int32 [sequences, tables, max_pages]: entry that each page had before
+  std::int64_t ranks = 0;     // int32, same shape as rows: rank of each kept row
+  std::int64_t pages = 0;     // int32 [sequences, tables, 2, max_pages]: K and V pages afterwards
+  std::int64_t sources = 0;   // int32 [sequences, tables, max_pages]: entry each of them had before
   std::int64_t released = 0;  // int32 [sequences, tables, 2 * max_pages]: tail first
   std::int64_t bytes = 0;     // of the whole plan
 };

@@ -11,8 +11,7 @@ namespace kvtrim {
 
 /// How to make a plan.
 struct PlanOptions {
-  Removal removal =
-      Removal::automatic;  ///< how rows are removed; `automatic`: the policy's own way
+  Removal removal = Removal::automatic;     ///< `automatic`: the policy's own
   SharedPages shared = SharedPages::leave;  ///< what happens to pages that must not be written
   std::span<const PageId> spare_pages =
       {};  ///< free pages that `SharedPages::copy` may take, from the front

@@ -58,7 +58,7 @@ class Rerotator {
       throw_invalid_argument(
           "kvtrim::Rerotator: {}",
           rope.kind == RopeKind::mrope
-              ? "M-RoPE has several positions a token; use PositionMode::keep"
+              ? "M-RoPE has several positions per token; use PositionMode::keep"
           : rope.kind == RopeKind::dynamic_ntk
               ? "dynamic NTK changes the frequencies with the length; use PositionMode::keep"
               : "ALiBi has no rotation to undo: rows that moved would get another bias; use "

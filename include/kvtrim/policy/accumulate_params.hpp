@@ -17,10 +17,9 @@ struct AccumulateParams {
   static constexpr std::string_view title = "kvtrim::Accumulated";
   static constexpr Protection protects{0, 512};  // new rows have not had time to be attended to
 
-  float decay = 1.0F;    ///< factor applied to the old sum at each query; 1: none
-  bool squared = false;  ///< add squared probabilities
-  bool age_normalised =
-      false;  ///< rank by the sum divided by the number of queries that saw the row
+  float decay = 1.0F;           ///< factor applied to the old sum at each query; 1: none
+  bool squared = false;         ///< add squared probabilities
+  bool age_normalised = false;  ///< rank by sum / number of queries that saw the row
 
   /// \throws std::invalid_argument if the decay is not within (0, 1]
   constexpr void check(std::string_view who) const {

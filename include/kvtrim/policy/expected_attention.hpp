@@ -22,11 +22,10 @@ struct ExpectedAttentionParams {
 
   std::int32_t sinks = 4;     ///< first rows, left out of the softmax; protect them
   std::int32_t future = 512;  ///< number of future positions, counted from the next one
-  float epsilon =
-      0;  ///< added to the expected attention before it is multiplied by the value's norm
-  bool covariance = true;  ///< use the queries' covariance, not their mean alone
-  bool value_norm = true;  ///< multiply by the Euclidean norm of the value
-  float scale = 0;         ///< factor of the logits; 0: 1 / sqrt(head_dim)
+  float epsilon = 0;          ///< added to the expected attention, before the value's norm
+  bool covariance = true;     ///< use the queries' covariance, not their mean alone
+  bool value_norm = true;     ///< multiply by the Euclidean norm of the value
+  float scale = 0;            ///< factor of the logits; 0: 1 / sqrt(head_dim)
   Rope rope{};  ///< of the model; its frequencies must outlive everything made from this.
                 ///< All frequencies 0: a model without rotation
 

@@ -68,8 +68,7 @@ struct LagLayout {
   const std::int32_t lag = params.lag;
   LagLayout layout{std::min(params.sinks, live), 0};
   if (params.judged_once && state.rows_at_eviction > 0) {
-    const std::int64_t next =
-        state.next_position - (live - state.rows_at_eviction);  // at that time
+    const std::int64_t next = state.next_position - (live - state.rows_at_eviction);  // then
     if (next - params.sinks >= 2 * static_cast<std::int64_t>(lag)) {
       const std::int64_t border = params.sinks + lag * ((next - params.sinks) / lag - 1);
       const std::int64_t judged = state.rows_at_eviction - (next - border);

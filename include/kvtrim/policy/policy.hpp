@@ -25,8 +25,7 @@ struct DemandInput {
   SequenceState state;         ///< of the table
   std::int32_t live = 0;       ///< live rows
   std::int32_t page_size = 1;  ///< rows per page
-  std::int32_t first_row =
-      0;  ///< rows of left padding: page borders are counted from the first of them
+  std::int32_t first_row = 0;  ///< rows of left padding, included when counting page borders
   std::int32_t budget =
       -1;           ///< budget given at run time (`Observation::budgets`); -1: the policy's own
   LayerId layer{};  ///< layer of the view

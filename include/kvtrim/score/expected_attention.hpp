@@ -33,8 +33,7 @@ struct MeanRotation {
                                                 std::int32_t first,
                                                 std::int32_t count) noexcept {
   constexpr double turn = 6.283185307179586476925286766559;
-  const double step =
-      std::remainder(frequency, turn);  // positions are integers: the same rotations
+  const double step = std::remainder(frequency, turn);  // positions are whole: the same rotations
   const double length =
       step == 0 ? 1.0 : std::sin(count * (step / 2)) / (count * std::sin(step / 2));
   const double middle = std::remainder((first + (count - 1) * 0.5) * step, turn);

@@ -46,7 +46,7 @@ struct WorldOptions {
   std::int32_t hole = -1;  // row that is a hole
   std::int32_t left_padding = 0;
   bool score_planes = false;
-  std::int32_t queries = 8;  // rows a sequence has queries for, at most: its last ones
+  std::int32_t queries = 8;  // maximum rows per sequence that have queries: its last ones
   DType query_dtype = DType::f32;
   bool lse = true;
   LseBase lse_base = LseBase::e;

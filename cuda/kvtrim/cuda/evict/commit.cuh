@@ -20,7 +20,7 @@ struct DeviceTables {
   std::int32_t* ref_counts =
       nullptr;  ///< the same array as `view.writable.ref_counts`; null: every released page is free
   std::int32_t* freed =
-      nullptr;  ///< receives the pages that nobody holds any longer, in the order of `released`
+      nullptr;  ///< receives the pages without any owner left, in the order of `released`
   std::int32_t* freed_count = nullptr;  ///< [1]: how many
 };
 

@@ -32,8 +32,7 @@ namespace kvtrim::cuda {
 
 /// How to make a device plan.
 struct DevicePlanOptions {
-  Removal removal =
-      Removal::automatic;  ///< how rows are removed; `automatic`: the policy's own way
+  Removal removal = Removal::automatic;  ///< `automatic`: the policy's own
   bool out_of_place =
       false;  ///< `stable_pack` into spare pages: shared pages are not written, all old ones are released
   const std::int32_t* spare_pages = nullptr;  ///< device: free pages, taken from the front

@@ -21,9 +21,8 @@ struct DeviceRope {
   std::int32_t dim = 0;                         ///< rotated features; even
   std::int32_t offset = 0;                      ///< first rotated feature
   RopePairs pairs = RopePairs::half_split;      ///< which features are rotated together
-  RopeKind kind =
-      RopeKind::standard;  ///< how positions enter the keys; only `standard` can be rotated
-  bool same_for_all_layers = false;  ///< one array of frequencies serves all layers
+  RopeKind kind = RopeKind::standard;           ///< only `standard` can be rotated
+  bool same_for_all_layers = false;             ///< one array of frequencies serves all layers
 };
 
 namespace detail {
