@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// One decode step's attention over a paged f32 cache: what an eviction policy's work in that step is measured against. Keys
-// and values are read once a KV head, for all query heads of its group; the probabilities stay, as an engine has them.
+// One decode step's attention over a paged f32 cache: what an eviction policy's work in that step is compared with. Keys and
+// values are read once per KV head, for all query heads of its group; the probabilities are kept, as an engine has them.
 
 #include "engine_cache.hpp"
 #include "harness.hpp"
@@ -65,7 +65,7 @@ class DecodeAttention {
     }
     float* const out = out_.data() + static_cast<std::ptrdiff_t>(first) * dim;
     std::fill_n(out, static_cast<std::ptrdiff_t>(group) * dim, 0.0F);
-    // Of a page's rows, `span` features at a time, so that the sums stay in registers.
+    // `span` features of a page's rows at a time, so that the sums stay in registers.
     constexpr std::int32_t packets = 4;
     for_each_run({view, SequenceId{0}, LayerId{0}, h}, [&](Run run) {
       const auto* const values =

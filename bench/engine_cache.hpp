@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// The cache of an engine, as benchmarks need it: one layer, [pages, kv_heads, page_size, dim], page ids in no order, so that
-// no page's neighbour in memory is its neighbour in the table. Rows are slices of one table of normal numbers: filling
-// gigabytes costs a memcpy, and the same rows can be had as contiguous floats for the bound.
+// The cache of an engine, as benchmarks need it: one layer, [pages, kv_heads, page_size, dim], shuffled page ids, so that
+// neighbours in memory are not neighbours in the table. Rows are slices of one table of normally distributed numbers: filling
+// gigabytes costs a memcpy, and the same rows are available as contiguous floats for the bound.
 
 #include <kvtrim/cache/cache_view.hpp>
 
@@ -41,11 +41,11 @@ struct Shape {
   }
 };
 
-/// 65,536 normal numbers, seeded, as floats and as elements of a dtype.
+/// 65,536 normally distributed numbers, seeded, as floats and as elements of a dtype.
 class Numbers {
  public:
   static constexpr std::size_t count = 65'536;
-  static constexpr std::size_t longest = 512;  ///< row
+  static constexpr std::size_t longest = 512;  ///< longest row
 
   explicit Numbers(DType dtype)
       : floats_(count + longest), bytes_((count + longest) * element_size(dtype)), dtype_(dtype) {
@@ -54,7 +54,7 @@ class Numbers {
     for (std::size_t i = 0; i < floats_.size(); ++i) {
       std::byte* const at = bytes_.data() + i * element_size(dtype);
       store_element(at, dtype, normal(rng));
-      floats_[i] = load_element(at, dtype);  // the bound sees what the cache holds
+      floats_[i] = load_element(at, dtype);  // the bound sees the numbers that the cache holds
     }
   }
   /// Numbers of row `row`.
@@ -80,7 +80,7 @@ class EngineCache {
  public:
   struct Options {
     bool values = true;      ///< false: values lie where the keys lie
-    bool positions = false;  ///< a position a (KV head, row)
+    bool positions = false;  ///< one position per (KV head, row)
     bool scores = false;     ///< planes of accumulated scores
     std::int32_t spare_rows = 0;
   };
@@ -118,13 +118,13 @@ class EngineCache {
     }
   }
 
-  /// What a decode step does before attention: the new row goes where the last cut left a hole, or to the end.
+  /// What a decode step does before attention: the new row fills the hole that the last cut left, or goes to the end.
   void append() {
     for (std::int32_t q = 0; q < shape_.sequences; ++q) {
       SequenceState& s = states_[size(q)];
       const std::int32_t row = s.append_row >= 0 ? s.append_row : s.live_rows;
       const std::size_t entry = size(q) * size(max_pages_) + size(row / shape_.page_size);
-      ids_[entry] = own_ids_[entry];  // a page that a cut released comes back to where it was
+      ids_[entry] = own_ids_[entry];  // a page that a cut released returns to its place
       for (std::int32_t h = 0; h < shape_.kv_heads; ++h) {
         const std::size_t i = size((q * shape_.kv_heads + h)) * size(max_rows_) + size(row);
         if (options_.positions) { positions_[i] = Position{s.next_position}; }
@@ -137,7 +137,7 @@ class EngineCache {
     }
   }
 
-  /// Tables, states and positions of a prompt that was never cut; keys and values stay what they are.
+  /// Restores tables, states and positions of a prompt that was never cut; keys and values stay unchanged.
   void reset() {
     std::copy(own_ids_.begin(), own_ids_.end(), ids_.begin());
     states_.assign(size(shape_.sequences), {});
@@ -219,7 +219,7 @@ class EngineCache {
   std::vector<float> sums_, compensations_;
 };
 
-/// Seeded normal numbers.
+/// Normally distributed numbers, seeded.
 inline std::vector<float> normal_numbers(std::size_t n, std::uint32_t seed, float scale = 1.0F) {
   std::mt19937 rng(seed);
   std::normal_distribution<float> normal(0.0F, scale);
@@ -228,7 +228,7 @@ inline std::vector<float> normal_numbers(std::size_t n, std::uint32_t seed, floa
   return out;
 }
 
-/// Items on `count` threads of their own, dealt out in turns; with one, on the caller's.
+/// Runs items on `count` threads of its own, dealt out in turn; with one, on the caller's thread.
 struct Threads {
   std::int32_t count = 1;
   [[nodiscard]] std::int32_t workers() const { return count; }

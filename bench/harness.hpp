@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// How a benchmark is timed: the operation and its bound by turns (A B A B), in one process, over and over. What counts is
-// the ratio of a pair that ran in the same moment; its median over all pairs survives a noisy machine, its quartiles say
-// how noisy the machine was. Google Benchmark is told one iteration, whose time is the operation's median.
+// How a benchmark is timed: the operation and its bound run alternately (A B A B), in one process, over and over. What counts
+// is the ratio of a pair that ran at the same moment; its median over all pairs survives a noisy machine, and its quartiles
+// show how noisy the machine was. Google Benchmark sees one iteration, whose time is the operation's median.
 
 #include <benchmark/benchmark.h>
 
@@ -24,7 +24,7 @@ inline double seconds_a_line() {
   return given != nullptr ? std::atof(given) : 0.5;
 }
 
-/// What a time is read from: the thread's own time is deaf to whoever else wants the core, but sees one thread only.
+/// Which clock is read: the thread's CPU time ignores other work on the core, but covers one thread only.
 enum class Clock : std::uint8_t { thread, wall };
 
 inline double now(Clock clock) {
@@ -33,7 +33,7 @@ inline double now(Clock clock) {
   return static_cast<double>(t.tv_sec) + static_cast<double>(t.tv_nsec) * 1e-9;
 }
 
-/// Seconds that reading the clock takes: taken off each time.
+/// Seconds that reading the clock takes; subtracted from each time.
 inline double clock_seconds(Clock clock) {
   static const auto measured = [] {
     std::array<double, 2> least{1, 1};
@@ -59,7 +59,7 @@ double seconds_of(F&& f, Clock clock = Clock::thread) {
   return std::max(1e-9, now(clock) - begin - reading);
 }
 
-/// Value below which the share `q` of `values` lies.
+/// Value below which a share `q` of `values` lies.
 inline double quantile(std::vector<double> values, double q) {
   std::sort(values.begin(), values.end());
   return values[static_cast<std::size_t>(q * static_cast<double>(values.size() - 1) + 0.5)];
@@ -74,7 +74,7 @@ struct Pairs {
   std::int64_t count = 0;
 };
 
-/// Calls pair() -> (seconds of the operation, seconds of the bound) until the time is over; 5 times at least.
+/// Calls pair() -> (seconds of the operation, seconds of the bound) until the time is up, at least 5 times.
 template <class F>
 Pairs collect(F&& pair) {
   pair();  // pages are touched, caches and clocks are warm
@@ -112,7 +112,7 @@ Pairs interleave(Op&& op, Bound&& bound, Clock clock = Clock::thread) {
 /// What one run of the operation works on.
 struct Work {
   double items = 0;  ///< rows, scores, pages
-  double bytes = 0;  ///< read and written at least
+  double bytes = 0;  ///< the least that is read and written
   double flops = 0;  ///< of its products
 };
 
@@ -129,7 +129,7 @@ inline void report(benchmark::State& state, const Pairs& p, const Work& work) {
   if (work.bytes > 0) { state.counters["GB/s"] = work.bytes / p.op * 1e-9; }
 }
 
-/// Registers a line of the table: `make()` builds the inputs, and runs and reports once.
+/// Registers a line of the table: `make()` builds the inputs, then runs and reports once.
 template <class F>
 void line(const std::string& name, F&& f) {
   benchmark::RegisterBenchmark(name.c_str(),

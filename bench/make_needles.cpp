@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Makes fresh needle prompts: a fact hidden in a text of anybody's choice, in the form that `retention --prompts` reads.
+// Makes fresh needle prompts: a fact hidden in a text of your choice, in the format that `retention --prompts` reads.
 // Tune on prompts made here, report on others.
 
 #include <CLI/CLI.hpp>
@@ -54,7 +54,7 @@ int make(const Options& o) {
     const std::int64_t gap = o.length - around;
     if (gap < 1 || gap > static_cast<std::int64_t>(filler.size())) {
       throw std::runtime_error(o.text + " has " + std::to_string(filler.size()) + " tokens, but " +
-                               std::to_string(o.length) + " tokens a prompt need " +
+                               std::to_string(o.length) + " tokens per prompt need " +
                                std::to_string(gap) + " of them, at least 1");
     }
     const auto start =

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// The bound of scores: Eigen's own product on contiguous fp32, and one vectorised exponential a score. No softmax, no scale,
+// The bound of scores: Eigen's own product on contiguous fp32, and one vectorised exponential per score. No softmax, no scale,
 // no mask, no reduction, no paging.
 
 #include "engine_cache.hpp"

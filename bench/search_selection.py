@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Searches the parameters of a policy on prompts it makes itself.
+"""Searches the parameters of a policy on prompts that it makes itself.
 
-Tune here, report on other prompts: bench/README.md has what was found. One line a policy and size, best first.
+Tune here, report on other prompts: bench/README.md has what was found. One line per policy and size, best first.
 
   python3 bench/search_selection.py --programs build/demo/examples --model M.gguf --text FILE --grid aware
 """
@@ -62,8 +62,8 @@ def main():
     parser.add_argument("--model", required=True, help="GGUF file")
     parser.add_argument("--text", required=True, help="text to hide the facts in")
     parser.add_argument("--grid", choices=sorted(GRIDS), default="pages", help="what to search")
-    parser.add_argument("--policy", action="append", help="SPECs to try in place of the grid's; {a,b} are alternatives")
-    parser.add_argument("--mode", choices=["aware", "agnostic"], help="in place of the grid's")
+    parser.add_argument("--policy", action="append", help="SPECs to try instead of the grid's; {a,b} are alternatives")
+    parser.add_argument("--mode", choices=["aware", "agnostic"], help="instead of the grid's")
     parser.add_argument("--lengths", default="1024:20,2048:10,4096:5", help="tokens:prompts, ... (default %(default)s)")
     parser.add_argument("--removed", default="0.75,0.9", help="fractions removed (default %(default)s)")
     parser.add_argument("--seed", type=int, default=7, help="of the prompts (default %(default)s)")

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Bytes of every workspace, by the pure functions that an engine asks too: one layer, one sequence, pages of 16, head dim 128,
-// 32 query heads over 8 KV heads, one worker.
+// Bytes of every workspace, from the same pure functions that an engine calls: one layer, one sequence, pages of 16, head dim
+// 128, 32 query heads over 8 KV heads, one worker.
 
 #include <kvtrim/evict/planner.hpp>
 #include <kvtrim/observe/column_sums.hpp>

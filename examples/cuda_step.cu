@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// kvtrim between the layers of an engine on a GPU: a paged bf16 cache, SnapKV at the end of a prompt, HeavyHitter in
-// decode, the decode step captured into a CUDA graph, pages handed on behind an event.
+// kvtrim between the layers of an engine on a GPU: a paged bf16 cache, SnapKV at the end of a prompt, HeavyHitter during
+// decode, the decode step captured into a CUDA graph, pages handed on after an event.
 //
 // There is no model here: keys, values, queries and probabilities are made up by a kernel where an engine's attention
 // would have left them. What is shown is the order of calls, who owns what, and when a page is free.
@@ -61,7 +61,7 @@ T* on_device(const std::vector<T>& values) {
   return p;
 }
 
-/// Something in place of a model's numbers.
+/// Stands in for a model's numbers.
 template <class T>
 __global__ void make_up_kernel(T* data, std::int64_t count, float scale, std::uint32_t seed) {
   for (std::int64_t i = blockIdx.x * std::int64_t{blockDim.x} + threadIdx.x; i < count;
@@ -80,8 +80,8 @@ struct FreePages {
   std::int32_t* count;
 };
 
-/// What an engine does when a step begins: one row more in every sequence, in the hole that the last eviction left or
-/// behind the last row, where a new page is taken as needed.
+/// What an engine does when a step begins: one more row in every sequence, in the hole that the last eviction left or
+/// after the last row, taking a new page if needed.
 __global__ void append_kernel(CacheView view,
                               std::int32_t* table,
                               std::int32_t* positions,
@@ -169,7 +169,7 @@ int main() {
   view.score_compensations =
       SequencePlane::dense(device_array<float>(rows), layers, kv_heads, prompt_rows);
 
-  // --- bounds and workspace: once; nothing is allocated later ---
+  // --- bounds and workspace, once; nothing is allocated later ---
   PlanShape bounds;
   bounds.sequences = sequences;
   bounds.layers = layers;
@@ -213,7 +213,7 @@ int main() {
   must(cuda::commit(workspace, view, tables, stream), "commit");
   take_back_kernel<<<1, 128, 0, stream>>>(tables, free);
   must(cudaEventRecord(pages_are_free, stream), "cudaEventRecord");
-  // Whoever takes the pages on another stream waits for the event; the host, which prints them, too.
+  // Anyone who takes the pages on another stream waits for the event; so does the host, which prints them.
   must(cudaEventSynchronize(pages_are_free), "cudaEventSynchronize");
   const cuda::DevicePlan made = cuda::device_plan(workspace);
   cuda::DeviceReport report;
@@ -243,7 +243,7 @@ int main() {
   observed.sequence_stride = layers * observed.layer_stride;
   std::byte* const accumulate_memory = device_array<std::byte>(1U << 20U);
 
-  // Nothing may be loaded while the stream is captured: what the step uses is used once, or loaded, before.
+  // Nothing may be loaded while the stream is captured: everything the step uses has been used once, or loaded, before.
   must(cuda::prepare(heavy, bounds), "prepare");
   cudaFuncAttributes own{};
   must(cudaFuncGetAttributes(&own, append_kernel), "load append_kernel");

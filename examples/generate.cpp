@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Continues a prompt with a policy holding the KV cache down: after the prompt, and after every token where the policy goes on.
+// Continues a prompt while a policy keeps the KV cache small: after the prompt and, if the policy goes on, after every token.
 
 #include <CLI/CLI.hpp>
 
@@ -130,7 +130,7 @@ int generate(const Options& o) {
   std::fprintf(stderr,
                "\nprompt %d tokens in %.1f s; %d tokens generated, %.1f tokens/s; policy %s\n"
                "live rows %d of %d seen (%.2f MiB), pages in use %d (%.2f MiB), pages freed %d, "
-               "rows evicted %lld a layer and head, "
+               "rows evicted %lld per layer and head, "
                "%.2f MiB moved\n",
                length,
                prefill_seconds,
@@ -163,7 +163,7 @@ int main(int argc, char** argv) {
       ->capture_default_str();
   app.add_option(
       "--filters", o.filters, "directions for qfilter: fp32, [layers, KV heads, head dim]");
-  app.add_option("--tokens", o.tokens, "at most so many new tokens")
+  app.add_option("--tokens", o.tokens, "maximum number of new tokens")
       ->check(CLI::Range(0, 1 << 20))
       ->capture_default_str();
   app.add_flag("--chat", o.chat, "the prompt is a user's message: apply the model's chat template");
@@ -179,7 +179,7 @@ int main(int argc, char** argv) {
   app.add_option("--cache-type", o.cache_type, "type of cached keys and values")
       ->check(CLI::IsMember({"f32", "f16", "bf16"}))
       ->capture_default_str();
-  app.add_option("--page-size", o.page_size, "rows a page")
+  app.add_option("--page-size", o.page_size, "rows per page")
       ->check(CLI::Range(1, 4096))
       ->capture_default_str();
   app.add_option("--threads", o.threads, "threads; 0: all cores")

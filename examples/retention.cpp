@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a model still knows after its KV cache was cut: facts found again (needles) and the text predicted (perplexity), by
-// policy and by the fraction of rows removed. One prefill a prompt serves all policies: the sequence is forked.
+// What a model still knows after its KV cache was cut: facts found again (needles) and text predicted (perplexity), by
+// policy and by the fraction of rows removed. One prefill per prompt serves all policies: the sequence is forked.
 
 #include <CLI/CLI.hpp>
 
@@ -50,7 +50,7 @@ struct Texts {
     for (const auto& s : samples) most = std::max(most, s.ids.size());
     return most;
   }
-  // Tokens of a prompt, or of a sample where there is no prompt; none where they differ.
+  // Tokens of a prompt, or of a sample if there is no prompt; none if they differ.
   [[nodiscard]] std::optional<std::size_t> length() const {
     std::vector<std::size_t> lengths;
     for (const auto& n : needles) lengths.push_back(n.context.size() + n.question.size());
@@ -78,7 +78,7 @@ struct Variant {
   [[nodiscard]] double perplexity() const {
     return std::exp(-log_probability / static_cast<double>(predictions));
   }
-  // Rows of a head, and the share of the rows of its pages that they are.
+  // Rows of a head, and their share of the rows of its pages.
   [[nodiscard]] double rows_of_head() const { return mean(rows) / heads; }
   [[nodiscard]] double fill() const {
     return allocated_rows == 0 ? 1.0
@@ -91,14 +91,14 @@ struct Variant {
 
 constexpr std::size_t answer_tokens = 7;
 
-// What all variants ask to be observed.
+// What all variants need to have observed.
 program::Needs needs_of(const std::vector<Variant>& variants) {
   program::Needs needs;
   for (const Variant& v : variants) needs.add(v.spec.make(1024, kvtrim::SinkForm::exact));
   return needs;
 }
 
-// Throws where a text is not for this model: before the work, not in the middle of it.
+// Throws if a text is not for this model: before the work, not in the middle of it.
 void check_texts(const Texts& texts, const engine::LlamaShape& shape) {
   const auto check = [&](const std::string& name,
                          std::initializer_list<std::span<const Token>> parts,
@@ -214,7 +214,7 @@ class Experiment {
     cache_.destroy(*base);
   }
 
-  // The fork owns its pages, so that what it frees is really free.
+  // The fork owns its pages, so that the pages it frees are really free.
   kvtrim::SequenceId fork_and_evict(kvtrim::SequenceId base, Variant& v) {
     program::check_interrupt();
     const auto s = cache_.try_fork(base);
@@ -226,7 +226,7 @@ class Experiment {
     const program::AnyPolicy policy =
         v.spec.make(keep, kvtrim::SinkForm::exact, program::rope_of(model_.shape()));
     const std::int32_t free_before = cache_.pool().available();
-    evictor_.prepare(policy, *s);  // memory is set-up, not eviction
+    evictor_.prepare(policy, *s);  // allocation counts as set-up, not as eviction
     const program::Stopwatch watch;
     const kvtrim::Report report = evictor_.evict(policy, *s, keep);
     v.evict_seconds += watch.seconds();
@@ -312,7 +312,7 @@ std::vector<Variant> make_variants(const Options& options) {
   }
   // Retention is measured against the full cache.
   if (!full) variants.insert(variants.begin(), {program::PolicySpec("full"), 0});
-  static_cast<void>(needs_of(variants));  // policies that do not go together, too
+  static_cast<void>(needs_of(variants));  // also refuses policies that do not go together
   return variants;
 }
 
@@ -464,7 +464,7 @@ int evaluate(Options options) {
     }
     if (options.demo && is_needle) {
       progress.clear();
-      // The sizes of one policy stand together: "snapkv 6 3 0".
+      // The sizes of one policy are shown together: "snapkv 6 3 0".
       std::printf("prompt %zu/%zu, %.0f s; answers found:", i + 1, needles.size(), watch.seconds());
       const std::string* last = nullptr;
       for (const Variant& v : experiment.variants()) {
@@ -526,7 +526,7 @@ int main(int argc, char** argv) {
       ->capture_default_str();
   app.add_option("--tokens", o.tokens, "only prompts of this length; 0: all")
       ->capture_default_str();
-  app.add_option("--limit", o.limit, "at most so many prompts; 0: all")->capture_default_str();
+  app.add_option("--limit", o.limit, "maximum number of prompts; 0: all")->capture_default_str();
   app.add_option("--prefill", o.prefill, "tokens read of each sample of --text")
       ->check(CLI::Range(1, 1 << 20))
       ->capture_default_str();
@@ -535,19 +535,21 @@ int main(int argc, char** argv) {
                  "tokens of each sample of --text after those, all but the first predicted")
       ->check(CLI::Range(2, 1 << 20))
       ->capture_default_str();
-  app.add_option(
-         "--samples", o.samples, "samples of --text, evenly spaced; at most so many of --ids")
+  app.add_option("--samples",
+                 o.samples,
+                 "samples of --text, evenly spaced; maximum number of samples of --ids")
       ->check(CLI::Range(1, 1 << 20))
       ->capture_default_str();
-  app.add_option("--json",
-                 o.json,
-                 "write JSON lines here, at the end, one a policy and size: policy, mode, tokens, "
-                 "removed, kept_fraction, correct, prompts, perplexity, retention, and means of "
-                 "live_bytes, released_pages, bytes_moved, evict_ms");
+  app.add_option(
+      "--json",
+      o.json,
+      "write JSON lines here, at the end, one per policy and size: policy, mode, tokens, "
+      "removed, kept_fraction, correct, prompts, perplexity, retention, and means of "
+      "live_bytes, released_pages, bytes_moved, evict_ms");
   app.add_option("--cache-type", o.cache_type, "type of cached keys and values")
       ->check(CLI::IsMember({"f32", "f16", "bf16"}))
       ->capture_default_str();
-  app.add_option("--page-size", o.page_size, "rows a page")
+  app.add_option("--page-size", o.page_size, "rows per page")
       ->check(CLI::Range(1, 4096))
       ->capture_default_str();
   app.add_option("--threads", o.threads, "threads; 0: all cores")

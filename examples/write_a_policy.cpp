@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// A new method is one struct: its parameters with their facts, and its scorer. Everything else is there: protection, ties, NaN, plans, moves, tables,
-// per-head budgets (AdaKV<Fading>), one set a layer (TopRows<PerLayer<FadingNorm>>), whole pages (PageSelector<FadingNorm>).
+// A new method is one struct, with its parameters and their facts, and its scorer. Everything else is already there:
+// protection, ties, NaN, plans, moves, tables, per-head budgets (AdaKV<Fading>), one set per layer
+// (TopRows<PerLayer<FadingNorm>>), whole pages (PageSelector<FadingNorm>).
 #include <kvtrim/kvtrim.hpp>
 
 #include <cmath>
@@ -9,7 +10,7 @@
 
 // --- the method -------------------------------------------------------------------------------
 
-/// The longer a key the better, halved every `half_life` tokens since it was written.
+/// The longer the key, the higher the score, halved for every `half_life` tokens since it was written.
 struct FadingNorm {
   static constexpr std::string_view name = "fading";
   static constexpr std::string_view title = "Fading";
@@ -62,7 +63,7 @@ int main() {
   if (!sequence || cache.try_extend(*sequence, 100) != kvtrim::Status::ok) { return 1; }
   cache.write(*sequence, kvtrim::LayerId{0}, {.data = rows.data()}, {.data = rows.data()});
 
-  const kvtrim::AdaKV<Fading> policy({.inner = {.budget = 16}});  // 16 rows a head on average
+  const kvtrim::AdaKV<Fading> policy({.inner = {.budget = 16}});  // 16 rows per head on average
   std::vector<std::byte> memory(
       kvtrim::plan_workspace_bytes(policy, kvtrim::plan_shape(cache.view())));
   const std::int32_t before = cache.pool().in_use();

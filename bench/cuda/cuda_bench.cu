@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the kernels take on a device, beside what the device can do: a copy measured in the same run, a naive gather, and
-// CUB's segmented sort. Medians of 50 graph replays over data that rotates through at least 512 MiB, so that no figure
+// Times of the kernels on a device, compared with what the device can do: a copy measured in the same run, a naive gather,
+// and CUB's segmented sort. Medians of 50 graph replays over data that rotates through at least 512 MiB, so that no figure
 // comes from the second-level cache. Writes JSON to stdout; exit code 77 without a device.
 
 #include <kvtrim/cuda/evict/apply.cuh>
@@ -24,7 +24,7 @@
 
 namespace {
 
-using namespace kvtrim;  // but not its `cuda`, which CUB knows another of
+using namespace kvtrim;  // but not its `cuda`: CUB has a namespace of that name too
 
 constexpr std::int64_t mib = 1024 * 1024;
 constexpr std::int64_t rotated_bytes = 512 * mib;
@@ -166,7 +166,7 @@ __global__ void reset_kernel(kvtrim::cuda::detail::PlanControl* control,
   control->stage = kvtrim::cuda::detail::DeviceStage::planned;
   report->status = Status::ok;
 }
-/// What a first try looks like: a block a row, a table look-up in each thread.
+/// What a first attempt looks like: one block per row, a table look-up in each thread.
 __global__ void naive_gather_kernel(const uint4* from,
                                     const std::int32_t* rows,
                                     uint4* to,
@@ -489,7 +489,7 @@ int main() {
   }
   bench_select(results, 64, 16384, 2048, 20);
   bench_select(results, 8, 131072, 4096, 0);
-  // Targets are multiples of reading the keys once, as measured by the copy: known for H100 and H200 alone.
+  // Targets are multiples of reading the keys once, as measured by the copy; known only for H100 and H200.
   const bool h200 = device.find("H200") != std::string::npos;
   const bool h100 = device.find("H100") != std::string::npos;
   const double read = h200 ? 14 : h100 ? 20 : 0;

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # Builds for sm_90 (or the architecture given), runs the GPU tests, the example and the benches, and a part of the tests
-# under compute-sanitizer where it starts. Needs nvcc, CMake, a generator and the headers of Eigen and Catch2 2; no network.
+# under compute-sanitizer if that starts. Needs nvcc, CMake, a generator and the headers of Eigen and Catch2 2; no network.
 #
 # usage: bench/cuda/run_on_device.sh [OUT [ARCHITECTURE]]      results: OUT/bench.json, OUT/summary.json, OUT/*.log
 #
-# Where Eigen or Catch2 are not installed, put their headers beside the checkout and name the folders:
+# If Eigen or Catch2 are not installed, put their headers next to the checkout and name the folders:
 #   EIGEN_INCLUDE=.../eigen3 (holds Eigen/)   CATCH_INCLUDE=.../include (holds catch2/catch.hpp)
 set -uo pipefail
 cd "$(dirname "$0")/../.."
@@ -51,7 +51,7 @@ finish() {
 }
 trap finish EXIT
 
-# The compiler is called directly: no package of CMake's is looked for, so that carried headers will do.
+# The compiler is called directly: no CMake package is searched for, so that headers brought along will do.
 includes=(-Iinclude -Icuda -Itests -Itests/emulator)
 [[ -n ${EIGEN_INCLUDE:-} ]] && includes+=("-I$EIGEN_INCLUDE")
 [[ -z ${EIGEN_INCLUDE:-} && -d /usr/include/eigen3 ]] && includes+=(-I/usr/include/eigen3)

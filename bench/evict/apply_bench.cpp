@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Moves of keys and values when 5 to 50 % of a layer's rows stay, beside a loop of memcpy over the same runs of rows, whose
-// addresses were worked out before, and beside one contiguous memcpy of as many bytes.
+// Moves of keys and values when 5 to 50 % of a layer's rows stay, compared with a loop of memcpy over the same runs of rows
+// with precomputed addresses, and with one contiguous memcpy of as many bytes.
 
 #include <kvtrim/evict/apply.hpp>
 #include <kvtrim/evict/commit.hpp>
@@ -35,7 +35,7 @@ struct Copy {
   std::size_t bytes;
 };
 
-// What apply will copy: rows that follow each other in memory, before and after, are one run.
+// What apply will copy: rows that are consecutive in memory, before and after, form one run.
 std::vector<Copy> runs_of(const PlanView& plan, const CacheView& view) {
   std::vector<Copy> runs;
   const SequenceId s{0};
@@ -59,7 +59,7 @@ std::vector<Copy> runs_of(const PlanView& plan, const CacheView& view) {
                            Slot{to % view.page_size});
             if (source == target) { return; }
             const auto bytes = static_cast<std::size_t>(plane->row_bytes());
-            // A run never overlaps its own target: memcpy.
+            // A run never overlaps its own target, so memcpy will do.
             if (runs.size() > first && runs.back().from + runs.back().bytes == source &&
                 runs.back().to + runs.back().bytes == target &&
                 (source + bytes <= runs.back().to || source - runs.back().bytes >= target + bytes ||

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// H2O's prompt: the column sums of one KV head's causal attention with the LSE given, beside the same causal half as Eigen's
-// products on contiguous fp32 and one exponential a score.
+// H2O's prompt: the column sums of one KV head's causal attention with the LSE given, compared with the same causal half as Eigen's
+// products on contiguous fp32 and one exponential per score.
 
 #include <kvtrim/observe/column_sums.hpp>
 
@@ -19,7 +19,7 @@
 namespace kvtrim_bench {
 namespace {
 
-// Blocks of 256 queries over tiles of keys that are not wholly their future.
+// Blocks of 256 queries over tiles of keys that do not lie wholly in their future.
 class CausalProductAndExp {
  public:
   CausalProductAndExp(const std::vector<float>& keys,

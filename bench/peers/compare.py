@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""kvtrim beside kvpress, on the same data, shapes and threads, by turns in one run.
+"""kvtrim compared with kvpress, on the same data, shapes and threads, alternately in one run.
 
-By hand, never in CI (the environment takes about 6 GB):
+Run by hand, never in CI (the environment takes about 6 GB):
 
     python3 -m venv peers && peers/bin/pip install -r bench/peers/requirements.txt
     cmake --preset bench && cmake --build build/bench --target kvtrim_peer
     peers/bin/python bench/peers/compare.py build/bench/bench/kvtrim_peer
 
-One layer of the shape of Llama-3-8B: 32 query heads, 8 KV heads, head dim 128, window 32. kvpress is handed the window's
-queries ready, as kvtrim is: its query projection is not timed. What is timed is all of the rest: score, selection, and the
-copy (kvpress) or the move (kvtrim) of what stays, tables included.
+One layer shaped like Llama-3-8B: 32 query heads, 8 KV heads, head dim 128, window 32. Like kvtrim, kvpress is given the
+window's queries ready-made: its query projection is not timed. Everything else is: score, selection, and the copy (kvpress)
+or the move (kvtrim) of what stays, tables included.
 """
 
 import argparse

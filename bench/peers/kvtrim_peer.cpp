@@ -80,7 +80,7 @@ int serve(const P& policy, const std::string& folder, const Shape& shape, std::i
     cache.reset();
     scatter(view, shape, view.k, keys);
     scatter(view, shape, view.v, values);
-    // One thread: its own time, so that whoever else wants the core does not count. kvpress's is read in the same way.
+    // One thread: its CPU time, so that other work on the core does not count. kvpress's time is read in the same way.
     const auto now = [&] {
       return kvtrim_bench::now(threads > 1 ? kvtrim_bench::Clock::wall
                                            : kvtrim_bench::Clock::thread);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What H2O adds to a decode step of one layer, beside that step's attention over the same cache: accumulation of the
+// What H2O adds to a decode step of one layer, compared with that step's attention over the same cache: accumulation of the
 // probabilities that attention has anyway, the search for the victim, its slot, the tables. The ratio is a share of attention.
 
 #include <kvtrim/evict/apply.hpp>
@@ -69,7 +69,7 @@ struct Step {
     accumulate_column_sums(
         policy.scorer(), {view, SequenceId{0}, LayerId{0}, HeadId{h}}, block, LayerId{0}, scratch);
   }
-  // Reading the thread's clock takes a microsecond at times: too long for short steps, which are rarely interrupted.
+  // Reading the thread's clock sometimes takes a microsecond: too long for short steps, which are rarely interrupted.
   [[nodiscard]] Clock clock() const {
     return cache.shape().tokens <= 1024 ? Clock::wall : Clock::thread;
   }
@@ -100,7 +100,7 @@ HeavyHitter policy_of(std::int32_t budget, HeavyMode mode, std::int32_t interval
                       .removal = interval > 1 ? Removal::fill_holes : Removal::overwrite_slot});
 }
 
-// One row comes, one row goes.
+// One row is added, one row goes.
 void each_step(benchmark::State& state, const Shape& shape, HeavyMode mode, Sums sums) {
   Step step(shape, 1, policy_of(shape.tokens, mode, 1));
   Report last;
@@ -110,13 +110,13 @@ void each_step(benchmark::State& state, const Shape& shape, HeavyMode mode, Sums
     return std::pair(t.op + seconds_of([&] { last = step.evict(); }, step.clock()), t.attention);
   });
   if (last.status != Status::ok || last.evicted_rows != shape.kv_heads) {
-    state.SkipWithError("a step did not evict one row a head");
+    state.SkipWithError("a step did not evict one row per head");
     return;
   }
   report(state, p, {.items = static_cast<double>(shape.tokens) * shape.kv_heads});
 }
 
-// Sums each step, a cut every `interval` steps; the cut's time is shared out over them.
+// Sums at each step, a cut every `interval` steps; the cut's time is spread over them.
 void at_intervals(benchmark::State& state, const Shape& shape, std::int32_t interval) {
   Step step(shape, interval, policy_of(shape.tokens, HeavyMode::real_drop, interval));
   Report idle;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The page drop of a sliding window of 1,024 rows: plan, apply and commit, for tables that are due. Beside a memmove of the
-// table's entries, which is all that must happen. 0 bytes of keys and values move; per-row planes, where the engine
-// keeps some, close up with the table.
+// The page drop of a sliding window of 1,024 rows: plan, apply and commit, for tables that are due. Compared with a memmove of
+// the table's entries, which is all that must happen. 0 bytes of keys and values move; per-row planes, if the engine keeps
+// any, close up with the table.
 
 #include <kvtrim/evict/apply.hpp>
 #include <kvtrim/evict/commit.hpp>
@@ -29,7 +29,7 @@ void drop(benchmark::State& state, std::int32_t sequences, std::int32_t layers, 
   shape.tokens = (shape.tokens + 15) / 16 * 16;
   EngineCache cache(shape, {.values = false, .positions = planes != Planes::none});
   CacheView view = cache.view();
-  view.layers = layers;  // of one table; there is memory for one, none of which is touched
+  view.layers = layers;  // of one table; there is memory for one layer, none of which is touched
   if (planes == Planes::common) { view.positions.head_stride = view.positions.layer_stride = 0; }
   const StreamingSink policy;
   std::vector<std::byte> workspace(plan_workspace_bytes(policy, plan_shape(view)));

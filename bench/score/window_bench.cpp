@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Scores by the prompt's last 32 queries, all KV heads of a layer, beside Eigen's product and one exponential a score.
+// Scores by the prompt's last 32 queries, all KV heads of a layer, compared with Eigen's product and one exponential per score.
 
 #include <kvtrim/observe/plan_shape.hpp>
 #include <kvtrim/score/window.hpp>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Selection of the best rows of 8 KV heads: order keys, then the indices, ascending. Beside std::nth_element on (key, index)
-// and the sort of what is kept; one read of the scores is shown too.
+// Selection of the best rows of 8 KV heads: order keys, then the indices, ascending. Compared with std::nth_element on
+// (key, index) and a sort of what is kept; one read of the scores is shown too.
 
 #include <kvtrim/core/order_key.hpp>
 #include <kvtrim/select/top_k.hpp>

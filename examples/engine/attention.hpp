@@ -2,8 +2,8 @@
 #pragma once
 
 // Attention over a kvtrim cache. Rows are gathered through for_each_run into tiles of a fixed number of rows, in logical order,
-// so results do not change with page size or placement. A tile's softmax is merged into the running one, so no more than a tile
-// of scores exists. What a query may see is decided by positions, not by slots: after an eviction slots may be in any order.
+// so results do not change with page size or placement. A tile's softmax is merged into the running one, so only one tile of
+// scores exists at a time. Positions, not slots, decide what a query may see: after an eviction slots may be in any order.
 
 #include <kvtrim/cache/live_rows.hpp>
 
@@ -59,7 +59,7 @@ inline void load_rows(const kvtrim::Plane& plane,
 
 }  // namespace detail
 
-/// Attends blocks of queries, one after the other, with memory that it keeps. One for each thread.
+/// Computes attention for blocks of queries, one after the other, with memory that it keeps. Use one per thread.
 class BlockAttention {
  public:
   static constexpr Eigen::Index max_tokens = 64;

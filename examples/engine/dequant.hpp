@@ -147,7 +147,7 @@ inline void dequantise_q4_k(const std::byte* block, float* out) noexcept {
   }
 }
 
-/// 6 bits an element: 128 bytes of low nibbles, 64 bytes of high bit pairs, a signed scale for every 16 elements, one f16.
+/// 6 bits per element: 128 bytes of low nibbles, 64 bytes of high bit pairs, a signed scale for every 16 elements, one f16.
 /// Each half of the block is 4 rows of 32 elements: rows 0, 1 are low nibbles, rows 2, 3 the high nibbles of the same bytes.
 inline void dequantise_q6_k(const std::byte* block, float* out) noexcept {
   const std::byte* scales = block + 192;
@@ -173,7 +173,7 @@ inline void dequantise_q6_k(const std::byte* block, float* out) noexcept {
 ///
 /// \param type   what `bytes` hold
 /// \param bytes  whole blocks
-/// \param[out] out  one float an element
+/// \param[out] out  one float per element
 /// \pre `bytes.size() / block_bytes * block_elements == out.size()`, no remainder
 /// \par Complexity
 /// O(elements); no allocation

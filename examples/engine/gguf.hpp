@@ -55,7 +55,7 @@ namespace detail {
   throw std::runtime_error(file + ": " + what);
 }
 
-/// A position in a byte array that refuses to pass its end.
+/// A position in a byte array; refuses to go past its end.
 class ByteReader {
  public:
   ByteReader(const std::string& file, std::span<const std::byte> bytes)
@@ -218,7 +218,7 @@ class GgufFile {
   /// \throws std::runtime_error if it cannot be read or is not a sound GGUF file of known tensor types
   explicit GgufFile(const std::string& path) : GgufFile(path, read_all(path)) {}
 
-  /// Parses bytes that are in memory already; `name` stands for the file's name in messages.
+  /// Parses bytes that are already in memory; `name` stands for the file's name in messages.
   GgufFile(std::string name, std::vector<std::byte> bytes)
       : name_(std::move(name)), bytes_(std::move(bytes)) {
     parse();
@@ -287,7 +287,7 @@ class GgufFile {
   static std::vector<std::byte> read_all(const std::string& path) {
     std::ifstream in(path, std::ios::binary | std::ios::ate);
     const auto size = in ? static_cast<std::int64_t>(in.tellg()) : -1;
-    // A folder opens, and says that it is 2^63 - 1 bytes long.
+    // A folder can be opened, and claims to be 2^63 - 1 bytes long.
     if (size < 0 || size == std::numeric_limits<std::int64_t>::max()) {
       detail::fail(path, "cannot be opened as a file");
     }
@@ -316,7 +316,7 @@ class GgufFile {
       GgufValue value = values.read(key);
       if (!values_.emplace(key, std::move(value)).second) fail("duplicate key " + key);
     }
-    // The head of a tensor takes 24 bytes at least: name length, dimensions, type, offset.
+    // The header of a tensor takes at least 24 bytes: name length, dimensions, type, offset.
     if (tensor_count > reader.left() / 24) {
       fail("truncated or damaged: " + std::to_string(tensor_count) +
            " tensors announced, but only " + std::to_string(reader.left()) +

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// The one matrix product of the engine: activations times the transpose of a weight, as a file stores weights: [out, in].
+// The engine's only matrix product: activations times the transpose of a weight, as files store weights: [out, in].
 // Work is cut into tiles of fixed size, so results do not depend on how many threads share them.
 
 #include <Eigen/Core>
@@ -21,7 +21,7 @@ struct Product {
 /// Multiplies `x` [rows, in] with several weights that have the same `in`, on all OpenMP threads.
 ///
 /// \par Complexity
-/// O(rows * in * out) time; allocates where an output grows, and what Eigen packs
+/// O(rows * in * out) time; allocates if an output grows, and for what Eigen packs
 inline void multiply(const Matrix& x, std::span<const Product> products) {
   constexpr Eigen::Index few = 16;
   constexpr Eigen::Index tile_rows = 128;

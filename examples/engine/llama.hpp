@@ -2,7 +2,7 @@
 #pragma once
 
 // A Llama forward pass over kvtrim's PagedCache. The file stores the rows of Wq and Wk permuted for interleaved rotation, and
-// this engine rotates interleaved pairs (2i, 2i + 1): whoever rotates cached keys again must do the same.
+// this engine rotates interleaved pairs (2i, 2i + 1): code that rotates cached keys again must do the same.
 // A step runs the linear layers on all tokens of all its sequences at once (each weight is read once), attention by sequence.
 
 #include <kvtrim/cache/paged_cache.hpp>
@@ -31,7 +31,7 @@
 
 namespace engine {
 
-/// The next tokens of one sequence, a step's share of it.
+/// The next tokens of one sequence: its share of a step.
 struct Segment {
   kvtrim::SequenceId sequence{};
   std::span<const std::int32_t> tokens;
@@ -54,8 +54,8 @@ using Observer = std::function<void(const LayerObservation&)>;
 /// Which rows of logits a step computes.
 enum class LogitRows {
   none,
-  last,  ///< one row a segment, of its last token
-  all,   ///< one row a token, segment after segment
+  last,  ///< one row per segment, of its last token
+  all,   ///< one row per token, segment after segment
 };
 
 /// A model, ready to run. Keeps its activations between steps.
@@ -78,7 +78,7 @@ class LlamaModel {
   /// Whether observers get the queries before RoPE too.
   void observe_unrotated_queries(bool yes) noexcept { observes_unrotated_ = yes; }
 
-  /// What layer `layer` multiplies the heads' outputs with, [embedding, heads * head_dim].
+  /// The matrix by which layer `layer` multiplies the heads' outputs, [embedding, heads * head_dim].
   [[nodiscard]] const Matrix& output_projection(kvtrim::LayerId layer) const {
     return weights_.layers[static_cast<std::size_t>(kvtrim::raw(layer))].attention_out;
   }
@@ -94,15 +94,15 @@ class LlamaModel {
 
   /// Runs the next tokens of one or more sequences through the model and puts their keys and values into the cache.
   ///
-  /// A decode step over several sequences is one segment of one token for each.
+  /// A decode step over several sequences has one segment of one token for each.
   ///
   /// \param cache     made with cache_params()
   /// \param segments  different sequences, each with at least one token
   /// \param rows      which logits to compute; see logits()
   /// \param observe   called after each layer's attention, segment by segment; may be empty
-  /// \returns `ok`; what `try_extend` says if the cache has no room: the sequences are as before
-  /// \throws std::invalid_argument if there is no segment, a segment is empty, two are of one sequence, or a token is not in
-  ///   the vocabulary
+  /// \returns `ok`; if the cache has no room, the status of `try_extend`: the sequences are then unchanged
+  /// \throws std::invalid_argument if there is no segment, a segment is empty, two segments are of the same sequence, or a
+  ///   token is not in the vocabulary
   /// \throws std::length_error if a rope position would exceed the model's context
   kvtrim::Status forward(kvtrim::PagedCache& cache,
                          std::span<const Segment> segments,
@@ -137,8 +137,8 @@ class LlamaModel {
 
   /// Runs a prompt in chunks; the logits afterwards are those of its last token.
   ///
-  /// \param chunk  tokens a step
-  /// \returns `ok`; else the cache had no room for a chunk, and holds the chunks before it
+  /// \param chunk  tokens per step
+  /// \returns `ok`; otherwise the cache had no room for a chunk, and holds the chunks before it
   /// \throws std::invalid_argument if the prompt is empty
   /// \throws std::length_error if it is longer than the model's context
   kvtrim::Status prefill(kvtrim::PagedCache& cache,
@@ -164,7 +164,7 @@ class LlamaModel {
     return kvtrim::Status::ok;
   }
 
-  /// Logits of the last forward(): rows as asked for there, [rows, vocabulary].
+  /// Logits of the last forward(): the rows requested there, [rows, vocabulary].
   [[nodiscard]] const Matrix& logits() const noexcept { return logits_; }
   /// One row of logits().
   [[nodiscard]] std::span<const float> logits(Eigen::Index row) const {
@@ -427,7 +427,7 @@ class LlamaModel {
 
   LlamaShape shape_;
   LlamaWeights weights_;
-  std::vector<BlockAttention> attention_;    // one a thread
+  std::vector<BlockAttention> attention_;    // one per thread
   std::vector<Turn> turns_;                  // [rope positions, rope_dims / 2]
   std::vector<Eigen::Index> first_rows_;     // of each segment
   std::vector<kvtrim::Position> positions_;  // of each token of the step

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// The hyperparameters and parameters of a Llama model, taken out of a GGUF file. Everything a file can get wrong is found here.
+// The hyperparameters and parameters of a Llama model, read from a GGUF file. Everything a file can get wrong is found here.
 
 #include <Eigen/Core>
 #include <array>
@@ -21,7 +21,7 @@
 
 namespace engine {
 
-/// What the metadata of a Llama model say.
+/// What the metadata of a Llama model says.
 struct LlamaShape {
   std::int32_t layers = 0;
   std::int32_t embedding = 0;     ///< features of a token between layers
@@ -33,7 +33,7 @@ struct LlamaShape {
   std::int32_t vocabulary = 0;
   std::int32_t context = 0;  ///< rope positions the model was made for
   float rms_epsilon = 0;
-  std::vector<double> frequencies;  ///< [rope_dims / 2] radians a position; scaling applied
+  std::vector<double> frequencies;  ///< [rope_dims / 2] radians per position; scaling applied
 };
 
 /// Reads the hyperparameters.
@@ -162,7 +162,7 @@ struct LlamaWeights {
     matrix("output.weight", shape.vocabulary, width, weights.output.emplace());
   }
   for (std::int32_t l = 0; l < shape.layers; ++l) {
-    // One by one, so that a wrong count of layers ends at the first tensor that is missing.
+    // One by one, so that a wrong layer count stops at the first missing tensor.
     const std::string block = "blk." + std::to_string(l) + ".";
     if (!file.tensors().contains(block + "attn_norm.weight")) {
       static_cast<void>(find(block + "attn_norm.weight", {width}));
@@ -182,7 +182,7 @@ struct LlamaWeights {
     matrix(block + "ffn_up.weight", shape.feed_forward, width, layer.up);
     matrix(block + "ffn_down.weight", width, shape.feed_forward, layer.down);
   }
-  // Biases or experts that were left out would not fail, but answer nonsense.
+  // Ignoring biases or experts would not fail but produce nonsense.
   for (const auto& [name, tensor] : file.tensors()) {
     if (!known.contains(name))
       file.fail("tensor " + name + " is not part of a model this engine knows");

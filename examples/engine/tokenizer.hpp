@@ -100,7 +100,7 @@ inline void append_utf8(std::string& out, std::uint32_t point) {
   }
 }
 
-/// The character that stands for each byte: itself where it is printable Latin-1, else the next one from U+0100 on.
+/// The character that stands for each byte: itself if it is printable Latin-1, otherwise the next one from U+0100 on.
 [[nodiscard]] inline std::array<std::string, 256> byte_characters() {
   std::array<std::string, 256> characters;
   std::uint32_t next = 0x100U;
@@ -120,7 +120,7 @@ inline void append_utf8(std::string& out, std::uint32_t point) {
 class PreTokenizer {
  public:
   /// \param name  as the key `tokenizer.ggml.pre` has it: smollm, gpt-2, llama-bpe
-  /// \throws std::runtime_error if the name is another; the text lists the known ones
+  /// \throws std::runtime_error if the name is unknown; the message lists the known ones
   explicit PreTokenizer(const std::string& name) {
     if (name == "smollm") {
       patterns_.emplace_back(R"(\p{N})");
@@ -135,7 +135,7 @@ class PreTokenizer {
     }
   }
 
-  /// The pieces in order; joined they are `text`. Each pattern cuts the pieces that the one before it left.
+  /// The pieces in order; joined they are `text`. Each pattern cuts the pieces left by the one before it.
   [[nodiscard]] std::vector<std::string_view> split(std::string_view text) const {
     std::vector<std::string_view> pieces{text};
     for (const detail::Pattern& pattern : patterns_) {
@@ -203,7 +203,7 @@ class Tokenizer {
   /// \param parse_special  whether the text of a control or user-defined token becomes that token
   /// \throws std::runtime_error if a byte has no token and the file names no unknown token
   /// \par Ties
-  /// the special token that starts first, the longest of those
+  /// the special token that starts first; among those, the longest
   /// \par Complexity
   /// O(n log n) in the longest piece
   [[nodiscard]] std::vector<Token> encode(std::string_view text, bool parse_special) const {
@@ -215,7 +215,7 @@ class Tokenizer {
       const Token* match = nullptr;
       for (std::size_t s = 0; s < next.size(); ++s) {
         const std::string& special = texts_[static_cast<std::size_t>(specials_[s])];
-        // A position that was found stays right until the text before it is done.
+        // A position that was found stays valid until the text before it is done.
         if (next[s] <= done) next[s] = text.find(special, done);
         if (next[s] < begin) {
           begin = next[s];

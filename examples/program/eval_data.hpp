@@ -32,7 +32,7 @@ struct Sample {
 
 namespace detail {
 
-/// Calls f(json) for each line of a file; what is wrong with a line names it.
+/// Calls f(json) for each line of a file; errors name the line.
 template <class F>
 void for_each_json_line(const std::string& path, F f) {
   std::ifstream in(path);
@@ -47,7 +47,7 @@ void for_each_json_line(const std::string& path, F f) {
     }
   }
   if (in.bad())
-    throw std::runtime_error("cannot read " + path);  // a folder opens, but has no lines
+    throw std::runtime_error("cannot read " + path);  // a folder can be opened, but has no lines
 }
 
 }  // namespace detail
@@ -55,8 +55,8 @@ void for_each_json_line(const std::string& path, F f) {
 /// Reads prompts as JSON lines with `id, tokens, answer, context, question`.
 ///
 /// \param tokens  only prompts of this length; 0: all
-/// \param limit   at most so many; 0: all
-/// \throws std::runtime_error if the file cannot be read, a line is no prompt, or none is left
+/// \param limit   maximum number; 0: all
+/// \throws std::runtime_error if the file cannot be read, a line is not a prompt, or none is left
 [[nodiscard]] inline std::vector<Needle> read_needles(const std::string& path,
                                                       std::int32_t tokens,
                                                       std::size_t limit) {
@@ -88,8 +88,8 @@ void for_each_json_line(const std::string& path, F f) {
 
 /// Reads samples as JSON lines with `prefill, ids`.
 ///
-/// \param limit  at most so many; 0: all
-/// \throws std::runtime_error if the file cannot be read, a line is no sample, or there is none
+/// \param limit  maximum number; 0: all
+/// \throws std::runtime_error if the file cannot be read, a line is not a sample, or there is none
 [[nodiscard]] inline std::vector<Sample> read_samples(const std::string& path, std::size_t limit) {
   std::vector<Sample> samples;
   detail::for_each_json_line(path, [&](const nlohmann::json& line) {
@@ -109,7 +109,7 @@ void for_each_json_line(const std::string& path, F f) {
   return samples;
 }
 
-/// Cuts `count` evenly spaced samples of `prefill + next` tokens out of a text: the first at its begin, the last at its end.
+/// Cuts `count` evenly spaced samples of `prefill + next` tokens out of a text: the first at its beginning, the last at its end.
 /// \throws std::runtime_error if the text is too short, prefill or count is 0, or next below 2
 [[nodiscard]] inline std::vector<Sample> cut_samples(std::span<const Token> text,
                                                      std::size_t prefill,

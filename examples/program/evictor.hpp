@@ -35,7 +35,7 @@
 
 namespace program {
 
-/// What policies ask to be observed.
+/// What policies need to have observed.
 struct Needs {
   std::int32_t window = 0;                             ///< last queries to keep; 0: none
   std::optional<kvtrim::AccumulateParams> accumulate;  ///< attention to be accumulated
@@ -46,8 +46,8 @@ struct Needs {
   kvtrim::TableScope scope =
       kvtrim::TableScope::group;  ///< the coarsest tables that let all of them choose
 
-  /// Adds what `policy` asks for.
-  /// \throws std::invalid_argument if it accumulates in another way than a policy before it
+  /// Adds what `policy` needs.
+  /// \throws std::invalid_argument if it accumulates differently from a policy added before
   void add(const AnyPolicy& policy) {
     std::visit([&](const auto& p) { add_policy(p); }, policy);
   }
@@ -92,7 +92,7 @@ struct Needs {
   }
 };
 
-/// How this engine's model rotates, for policies that must know; the shape must outlive them.
+/// How this engine's model rotates, for policies that need to know; the shape must outlive them.
 [[nodiscard]] inline kvtrim::Rope rope_of(const engine::LlamaShape& shape) noexcept {
   return {.inverse_frequencies = shape.frequencies,
           .dim = shape.rope_dims,
@@ -128,7 +128,7 @@ struct Needs {
 /// Watches the steps of an engine and evicts between them.
 class Evictor {
  public:
-  /// \param filters  what `read_filters` read, for policies that need it
+  /// \param filters  the result of `read_filters`, for policies that need it
   /// \throws std::invalid_argument if a policy needs filters and there are none
   Evictor(engine::LlamaModel& model,
           kvtrim::PagedCache& cache,
@@ -167,12 +167,12 @@ class Evictor {
     head_dim_ = shape.head_dim;
   }
 
-  /// The hook to give to `LlamaModel::forward`. After Ctrl-C it throws Interrupted.
+  /// The hook to pass to `LlamaModel::forward`. After Ctrl-C it throws Interrupted.
   [[nodiscard]] engine::Observer observer() {
     return [this](const engine::LayerObservation& seen) { observe(seen); };
   }
 
-  /// Runs a prompt through the model, and sees what the policies need of it.
+  /// Runs a prompt through the model and records what the policies need from it.
   kvtrim::Status prefill(engine::LlamaModel& model,
                          kvtrim::SequenceId s,
                          std::span<const std::int32_t> prompt) {
@@ -195,7 +195,7 @@ class Evictor {
     return kvtrim::Status::ok;
   }
 
-  /// Copies what was seen of a sequence to its fork.
+  /// Copies what was recorded for a sequence to its fork.
   void fork(kvtrim::SequenceId from, kvtrim::SequenceId to) {
     if (ring_) ring_->fork(from, to);
     if (moments_) {
@@ -203,7 +203,7 @@ class Evictor {
       bases_[static_cast<std::size_t>(kvtrim::raw(to))] = base_of(from);
     }
   }
-  /// Forgets what was seen of a sequence.
+  /// Forgets what was recorded for a sequence.
   void reset(kvtrim::SequenceId s) {
     if (ring_) ring_->reset(s);
     if (moments_) {
@@ -239,7 +239,7 @@ class Evictor {
       if (surprisal_.size() != static_cast<std::size_t>(cache_->live_rows(s))) {
         throw std::runtime_error("scores by surprisal act once, at the end of the prompt");
       }
-      // One score a token for all layers and KV heads.
+      // One score per token for all layers and KV heads.
       seen.scores = kvtrim::SequencePlane::dense(surprisal_.data(), 1, 1, cache_->live_rows(s));
       seen.scores.layer_stride = seen.scores.head_stride = seen.scores.sequence_stride = 0;
     }
@@ -289,7 +289,7 @@ class Evictor {
   }
 
   void observe(const engine::LayerObservation& seen) {
-    check_interrupt();  // a long prompt is left at once
+    check_interrupt();  // stop at once, even in a long prompt
     if (ring_) {
       ring_->push(seen.sequence,
                   seen.layer,
@@ -348,7 +348,7 @@ class Evictor {
                           : kvtrim::DType::f32;
 }
 
-/// Page tables of a sequence of a cache made with `params`.
+/// Page tables per sequence of a cache made with `params`.
 [[nodiscard]] inline std::int32_t tables_of(const kvtrim::PagedCache::Params& params) {
   return kvtrim::tables_of(params.scope, params.layers, params.kv_heads);
 }
@@ -371,7 +371,7 @@ class Evictor {
   return live_rows(cache, s) * (p.key_dim + p.value_dim) * kvtrim::element_bytes(p.dtype);
 }
 
-/// Rope position of the next token in the head that is furthest.
+/// Rope position of the next token in the head that is furthest along.
 [[nodiscard]] inline std::int32_t next_rope_position(const kvtrim::PagedCache& cache,
                                                      kvtrim::SequenceId s) {
   const auto& p = cache.params();

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// A policy as a word on the command line. Adding a method adds its name and keys to `known_policies`, a line to
+// A policy as a word on the command line. To add a method, add its name and keys to `known_policies`, a line to
 // `spec_help`, a branch to `PolicySpec::make_unchecked`, and its class to `AnyPolicy`.
-// Over 400 lines: one function a method that reads its keys.
+// Over 400 lines: one function per method that reads its keys.
 
 #include <kvtrim/budget/rows.hpp>
 #include <kvtrim/policy/accumulate_params.hpp>
@@ -118,12 +118,12 @@ inline const std::vector<KnownName>& known_policies() {
 
 }  // namespace detail
 
-/// What `--help` says of a SPEC.
+/// What `--help` says about a SPEC.
 inline constexpr const char* spec_help =
     R"(SPEC is a name, or name:key=value,... with these keys and defaults:
   full
   streaming  sinks=4, form=pages|exact
-  h2o        recent=0.5 (below 1: a share of the budget; else rows), sinks=0,
+  h2o        recent=0.5 (below 1: a share of the budget; from 1 on: rows), sinks=0,
              mode=real_drop|greedy|promote, interval=1, grace=0, decay=1, age=0|1, squared=0|1
   snapkv     window=32, kernel=5, pool=avg|max, rows=mean|sum|max, group=mean|sum|max,
              columns=candidates|all, sinks=0; config=paper|maxima (maxima: rows=max, group=max,
@@ -134,7 +134,7 @@ inline constexpr const char* spec_help =
   criticalkv heads=equal|adakv, first=0.5, epsilon=0.0001, and snapkv's keys; heads=adakv:
              safeguard=0.2, form=safeguard|floor|rounded, over=layer|all
   chunkkv    chunk=20, form=rows|chunks (chunks: of removed, whole chunks only, counted as kvpress
-             does), and snapkv's keys but config
+             does), and snapkv's keys except config
   tova       protect=1|0 (the last row)
   keydiff    sinks=0, recent=0
   keynorm    sinks=0, recent=0
@@ -146,17 +146,17 @@ inline constexpr const char* spec_help =
              maximum over the group before the softmax)
   random     seed=0, sinks=0, recent=0
   external   sinks=0, recent=0; by how unexpected each token of the prompt was
-  page       whole pages: score=window|keydiff|h2o|surprisal, unit=layer|group|head (who shares a page
+  page       whole pages: score=window|keydiff|h2o|surprisal, unit=layer|group|head (what shares a page
              set), window=16, sinks=1, norm=sum|none, reduce=max|mean|top, top=4, heads=max|sum;
              score=window: kernel=9, pool=avg|max, rows=max|mean|sum, group=mean|max|sum,
              columns=all|candidates; score=surprisal (for questions that come later): sinks=4
-All but full also take the size: removed=0.5 (fraction of the rows that go) or budget=256 (rows).
+All except full also take the size: removed=0.5 (fraction of the rows that go) or budget=256 (rows).
 )";
 
-/// A parsed SPEC. Values are read when a policy is made of it.
+/// A parsed SPEC. Values are read when a policy is made from it.
 class PolicySpec {
  public:
-  /// \throws std::invalid_argument if the name or a key is unknown (the text lists the known ones), or a part is no key=value
+  /// \throws std::invalid_argument if the name or a key is unknown (the text lists the known ones), or a part is not key=value
   explicit PolicySpec(const std::string& text) : values_(text, detail::known_policies()) {
     if (values_.has("removed") && values_.has("budget")) {
       throw std::invalid_argument(values_.start() +
@@ -176,12 +176,12 @@ class PolicySpec {
   [[nodiscard]] std::optional<double> removed() const {
     return values_.has("removed") ? std::optional(values_.number("removed", 0)) : std::nullopt;
   }
-  /// Whether the SPEC says itself how much stays.
+  /// Whether the SPEC itself says how much stays.
   [[nodiscard]] bool has_size() const {
     return name() == "full" || values_.has("removed") || values_.has("budget");
   }
 
-  /// Whether the method looks once, at the end of the prompt; the others hold the size while tokens come.
+  /// Whether the method acts once, at the end of the prompt; the others keep the size while tokens are generated.
   [[nodiscard]] bool acts_once() const {
     constexpr std::array once{
         "full", "snapkv", "pyramidkv", "adakv", "criticalkv", "chunkkv", "external"};
@@ -196,7 +196,7 @@ class PolicySpec {
                                {"expected", false}});
   }
 
-  /// Rows to keep of `rows`: the SPEC's budget (which may be above `rows`), else by its fraction, else by
+  /// Rows to keep of `rows`: the SPEC's budget (which may be above `rows`), otherwise by its fraction, otherwise by
   /// `removed_otherwise`.
   [[nodiscard]] std::int32_t rows_to_keep(std::int32_t rows, double removed_otherwise) const {
     if (name() == "full") return rows;
@@ -209,12 +209,12 @@ class PolicySpec {
     return kvtrim::rows_kept(rows, fraction);
   }
 
-  /// The policy that keeps `keep` rows. Where that is fewer than it must protect, it is made for what it protects, and
-  /// `Observation::budgets` with `keep` makes the library say so (`over_budget`).
+  /// The policy that keeps `keep` rows. If that is fewer than it must protect, it is made for what it protects, and passing
+  /// `keep` in `Observation::budgets` makes the library report it (`over_budget`).
   ///
-  /// \param form_otherwise  form of `streaming` where the SPEC names none
+  /// \param form_otherwise  form of `streaming` if the SPEC names none
   /// \param rope            the model's, for `expected`; its frequencies must outlive the policy
-  /// \throws std::invalid_argument if a value is no number, is out of range, or no known word; the text starts with the SPEC
+  /// \throws std::invalid_argument if a value is not a number, out of range, or not a known word; the text starts with the SPEC
   [[nodiscard]] AnyPolicy make(std::int32_t keep,
                                kvtrim::SinkForm form_otherwise,
                                const kvtrim::Rope& rope = {}) const {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// A word on the command line: `name` or `name:key=value,...`. Knows nothing of what the names mean.
+// A word on the command line: `name` or `name:key=value,...`. Does not know what the names mean.
 
 #include <algorithm>
 #include <charconv>
@@ -31,11 +31,11 @@ std::string join(const Names& names) {
   return text;
 }
 
-/// A parsed `name:key=value,...`. Values are read when they are asked for; every error starts with the whole text.
+/// A parsed `name:key=value,...`. Values are read on request; every error starts with the whole text.
 class SpecValues {
  public:
   /// \throws std::invalid_argument if the name or a key is unknown (the text lists the known ones), a key is given twice, or
-  ///   a part is no key=value
+  ///   a part is not key=value
   SpecValues(const std::string& text, const std::vector<KnownName>& known) : text_(text) {
     const std::size_t colon = text.find(':');
     name_ = text.substr(0, colon);
@@ -72,14 +72,14 @@ class SpecValues {
   /// What an error about this text starts with.
   [[nodiscard]] std::string start() const { return "policy '" + text_ + "': "; }
 
-  /// \throws std::invalid_argument: the key's value, and `what` is wrong with it
+  /// \throws std::invalid_argument with the key's value and `what` is wrong with it
   [[noreturn]] void fail(const std::string& key, const std::string& what) const {
     throw std::invalid_argument(start() + key + "=" + values_.find(key)->second + " " + what);
   }
   [[nodiscard]] std::int64_t integer(const std::string& key, std::int64_t otherwise) const {
     return parse(key, otherwise, "is no whole number");
   }
-  /// A whole number that fits an `std::int32_t`; what a policy refuses it refuses itself.
+  /// A whole number that fits an `std::int32_t`; policies check their own ranges.
   [[nodiscard]] std::int32_t integer32(const std::string& key, std::int32_t otherwise) const {
     constexpr std::int64_t most = 1 << 30;
     return static_cast<std::int32_t>(std::clamp<std::int64_t>(integer(key, otherwise), -1, most));

@@ -49,7 +49,7 @@ std::vector<std::int32_t> rows_of(const AdaptiveParams& params, const World& w) 
   return rows;
 }
 
-// The definition, by sorting everything: (score, lower position, lower head), the safe rows of a head taken out first.
+// The definition, by sorting everything: (score, lower position, lower head), with each head's safe rows taken out first.
 std::vector<std::int32_t> sorted_reference(double safeguard, const World& w) {
   std::vector<std::int32_t> rows = w.fixed;
   std::vector<std::tuple<double, std::size_t, std::size_t>> all;
@@ -103,7 +103,7 @@ std::int64_t sum(const std::vector<std::int32_t>& x) {
 TEST_CASE("adaptive: a head whose scores are higher gets the others' rows", "[budget][adaptive]") {
   const World w{{{1, 2, 3, 4}, {50, 60, 70, 80}, {5, 6, 7, 90}}, {1, 1, 1}, {3, 3, 3}};
   CHECK(rows_of({.safeguard = 0}, w) == std::vector<std::int32_t>{1, 5, 3});
-  // int(3 * 0.7) = 2: one candidate of each head beside its protected row.
+  // int(3 * 0.7) = 2: one candidate of each head besides its protected row.
   CHECK(rows_of({.safeguard = 0.7}, w) == std::vector<std::int32_t>{2, 5, 2});
   CHECK(rows_of({.safeguard = 1}, w) == std::vector<std::int32_t>{3, 3, 3});
 }
@@ -111,10 +111,10 @@ TEST_CASE("adaptive: a head whose scores are higher gets the others' rows", "[bu
 TEST_CASE("adaptive: the floor forms mix what a head wins with its equal share",
           "[budget][adaptive][paper]") {
   const World w{{{1, 2, 3, 4}, {50, 60, 70, 80}, {5, 6, 7, 90}}, {1, 1, 1}, {3, 3, 3}};
-  // 0, 4 and 2 are won of 6; half of that + half of 2: 1, 3, 2.
+  // Of 6 rows, 0, 4 and 2 are won; half of that + half of 2: 1, 3, 2.
   CHECK(rows_of({.safeguard = 0.5, .form = AdaptiveForm::floor}, w) ==
         std::vector<std::int32_t>{2, 4, 3});
-  // 0.7 * won + 0.6 = 0.6, 3.4, 2.0: the row left goes to the largest remainder.
+  // 0.7 * won + 0.6 = 0.6, 3.4, 2.0: the remaining row goes to the largest remainder.
   CHECK(rows_of({.safeguard = 0.3, .form = AdaptiveForm::floor}, w) ==
         std::vector<std::int32_t>{2, 4, 3});
   // The authors' code: round(0.7 * won + int(0.6)) = 0, round(2.8), round(1.4): one row is lost.

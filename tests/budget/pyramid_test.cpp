@@ -28,7 +28,7 @@ std::vector<std::int32_t> pyramid(std::int32_t tokens,
 }  // namespace
 
 TEST_CASE("pyramid: early layers keep more, in equal steps", "[budget][pyramid]") {
-  // Average 1,000 of 4,000; the last has a tenth, the first 2 * 1,000 minus that.
+  // Average 1,000 of 4,000; the last layer has a tenth of it, the first 2 * 1,000 minus that.
   CHECK(pyramid(4000, 0.75, 20, 10, 4) == std::vector<std::int32_t>{1900, 1300, 700, 100});
 }
 

@@ -51,7 +51,7 @@ TEST_CASE("rows_kept: reads the fraction as a decimal", "[budget]") {
   STATIC_REQUIRE(rows_kept(5, 0.9) == 1);   // 0.5, halves up
   STATIC_REQUIRE(rows_kept(5, 0.7) == 2);   // 1.5, halves up
   STATIC_REQUIRE(rows_kept(5, 0.5) == 3);   // 2.5, halves up, not to even
-  STATIC_REQUIRE(rows_kept(3, 0.99) == 1);  // never 0 rows of some
+  STATIC_REQUIRE(rows_kept(3, 0.99) == 1);  // never 0 rows if there are any
 }
 
 TEST_CASE("rows_kept: equals integer arithmetic for every length below 2,000 and every thousandth",

@@ -39,7 +39,7 @@ Index c_order(std::initializer_list<Index> extents, std::initializer_list<Index>
   return index;
 }
 
-// Every element says whose it is. Exact in float.
+// Every element says what it belongs to. Exact in float.
 float code(bool of_values, Index s, Index l, Index h, Index row, Index d) {
   return static_cast<float>(c_order({2, 4, 4, 4, 64, 16}, {of_values ? 1 : 0, s, l, h, row, d}) +
                             1);
@@ -101,7 +101,7 @@ struct Engine {
     return scope == TableScope::group ? 0 : scope == TableScope::layer ? l : l * heads + h;
   }
 
-  // Ragged: none, one page and a part, whole pages; per table where tables are per layer or head.
+  // Ragged: none, one page and a part, whole pages; per table if tables are per layer or head.
   std::int32_t live(std::int32_t s, std::int32_t t) const {
     const std::array<std::int32_t, 3> base{page_size + 2, 0, 2 * page_size};
     return (base[static_cast<std::size_t>(s)] + t * (s + 1)) % (3 * page_size + 1);
@@ -219,7 +219,7 @@ struct Engine {
     }
   }
 
-  // Reads every live row through the view: elements that are not theirs, and rows missed or twice.
+  // Reads every live row through the view; finds foreign elements, and rows that are missing or visited twice.
   Index misread() const {
     Index wrong = 0;
     std::vector<float> row(16);
@@ -513,7 +513,7 @@ TEST_CASE("cache_view: tables per layer over common pages", "[cache_view]") {
 TEST_CASE("cache_view: a dense [B, H, S, D] batch of Hugging Face with left padding",
           "[cache_view]") {
   Engine e = sized("HF dense", 0, false);
-  e.page_size = 24;  // one page a sequence
+  e.page_size = 24;  // one page per sequence
   e.pages = 12;
   e.padding = {17, 24, 0};
   e.value_dim = 3;
@@ -557,7 +557,7 @@ TEST_CASE("cache_view: without planes a row is at its own position; with them th
   view.positions = SequencePlane::dense(positions.data(), 2, 2, 4);
   positions[((1 * 2 + 0) * 2 + 1) * 4 + 3] = Position{77};
   CHECK(view.position(SequenceId{1}, LayerId{0}, HeadId{1}, 3) == Position{77});
-  CHECK(view.rope_position(SequenceId{1}, LayerId{0}, HeadId{1}, 3) == 77);  // the same unless told
+  CHECK(view.rope_position(SequenceId{1}, LayerId{0}, HeadId{1}, 3) == 77);  // the same by default
   std::vector<std::int32_t> rope(positions.size(), -6);
   view.rope_positions = SequencePlane::dense(rope.data(), 2, 2, 4);
   rope[((1 * 2 + 0) * 2 + 1) * 4 + 3] = 11;
@@ -679,7 +679,7 @@ TEST_CASE(
 
 namespace {
 
-// Address space whose access ends the process, but for what is opened.
+// Address space in which any access ends the process, except to what was opened.
 class Guarded {
  public:
   explicit Guarded(std::size_t bytes) : bytes_(bytes) {
@@ -708,7 +708,7 @@ TEST_CASE(
     "touched",
     "[cache_view][fault]") {
   const auto page = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
-  // Pool of 4 pages: 0 is reserved and guarded, as is all before and after the pool.
+  // Pool of 4 pages: 0 is reserved and guarded, as is everything before and after the pool.
   const Guarded pool(6 * page);
   const Guarded tables(2 * page);
   REQUIRE(pool.base() != nullptr);

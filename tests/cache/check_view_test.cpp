@@ -55,7 +55,7 @@ struct Engine {
   }
 };
 
-// What check_layout says of the engine after `change`; empty: nothing.
+// What check_layout says about the engine after `change`; empty: nothing.
 std::string refusal(const std::function<void(CacheView&)>& change) {
   Engine e;
   change(e.view);
@@ -132,7 +132,7 @@ TEST_CASE("check_layout: strides that overlap are refused with the axis and the 
              ContainsSubstring("unrotated keys overlap"));
 }
 
-TEST_CASE("check_layout: gaps, and strides of axes with one element, are no overlap",
+TEST_CASE("check_layout: gaps, and strides of axes with one element, do not overlap",
           "[check_view]") {
   CHECK(refusal([](CacheView& v) { v.k.page_stride += 64, v.k.layer_stride += 640; }) == "");
   CHECK(refusal([](CacheView& v) {
@@ -183,8 +183,9 @@ TEST_CASE("check_tables: a sound view has no fault, whatever lies beyond the liv
   CHECK(e.check().status == Status::ok);
 }
 
-TEST_CASE("check_tables: a page out of range or null within the live rows is told with its place",
-          "[check_view][edge]") {
+TEST_CASE(
+    "check_tables: a page out of range or null within the live rows is reported with its place",
+    "[check_view][edge]") {
   for (const std::int32_t bad : {pages, -1, -2, 2147483647}) {
     Engine e;
     e.ids[5] = bad;
@@ -201,7 +202,7 @@ TEST_CASE("check_tables: a page out of range or null within the live rows is tol
 }
 
 TEST_CASE(
-    "check_tables: null pages are legal where only left padding would lie, as often as they like",
+    "check_tables: null pages are legal where only left padding would lie, any number of times",
     "[check_view][edge]") {
   Engine e;
   const std::array<std::int32_t, 2> padding{8, 11};
@@ -243,7 +244,7 @@ TEST_CASE("check_tables: a page in two sequences is a fault while writable and l
   e.counts[5] = 2;
   CHECK(e.check().status == Status::ok);
 
-  e.view.writable = {};  // nobody knows counts: all is writable
+  e.view.writable = {};  // no counts are known: everything is writable
   CHECK(e.check().status == Status::page_twice);
   e.view.writable.bits = e.bits.data();
   CHECK(e.check().status == Status::page_twice);
@@ -251,7 +252,7 @@ TEST_CASE("check_tables: a page in two sequences is a fault while writable and l
   CHECK(e.check().status == Status::ok);
 }
 
-TEST_CASE("check_tables: a length negative or beyond the table is told with the length",
+TEST_CASE("check_tables: a length that is negative or beyond the table is reported",
           "[check_view][edge]") {
   Engine e;
   e.lengths[1] = 17;  // five pages of a row of four
@@ -292,7 +293,7 @@ TEST_CASE("check_tables: a hole needs its page too", "[check_view][edge]") {
   CHECK(e.check().entry == 2);
 }
 
-TEST_CASE("check_tables: K and V with ids of their own may not meet in one page", "[check_view]") {
+TEST_CASE("check_tables: K and V with their own ids must not share a page", "[check_view]") {
   Engine e;
   e.view.sequences = 1;
   e.view.table.v_offset = 2;
@@ -356,7 +357,7 @@ TEST_CASE("check_tables: heads share a pool of pages unless they have a stride",
   CHECK(twice_at({1, 2, 2, 4}, 0, 64) == -1);  // the second head's page 2 and the first's
 }
 
-TEST_CASE("check_tables: the first fault in the order of sequences is told", "[check_view]") {
+TEST_CASE("check_tables: the first fault in the order of sequences is reported", "[check_view]") {
   Engine e;
   e.ids[0] = 99;
   e.lengths[1] = -4;
@@ -399,7 +400,7 @@ TEST_CASE("generation_of: a length, a used entry, a writable bit and an append e
   CHECK(generation_of(e.view) != before);
 }
 
-TEST_CASE("generation_of: an unused entry, an unused page and what is not the cache's leave it",
+TEST_CASE("generation_of: an unused entry, an unused page and foreign data do not change it",
           "[check_view]") {
   Engine e;
   const std::uint64_t before = generation_of(e.view);
@@ -407,7 +408,7 @@ TEST_CASE("generation_of: an unused entry, an unused page and what is not the ca
   e.ids[3] = -5;
   e.ids[7] = 1'000'000;
   e.counts[7] = 9;
-  e.counts[5] = 0;  // an engine that does not count a page that it alone holds
+  e.counts[5] = 0;  // an engine that does not count a page of which it is the only owner
   CHECK(generation_of(e.view) == before);
 }
 
@@ -431,10 +432,10 @@ TEST_CASE("generation_of: the state's generation, its hole and the V ids count",
   CHECK(generation_of(e.view) != split);
 }
 
-TEST_CASE("generation_of: a length that the table cannot hold is no reason to read beyond it",
+TEST_CASE("generation_of: a length that the table cannot hold does not cause reads beyond it",
           "[check_view][edge]") {
   Engine e;
-  e.ids.shrink_to_fit();  // ASan stands behind the last entry
+  e.ids.shrink_to_fit();  // ASan guards what follows the last entry
   e.view.table.ids = e.ids.data();
   e.lengths = {6, 17};
   const std::uint64_t first = generation_of(e.view);

@@ -22,7 +22,7 @@ constexpr std::int32_t heads = 3;
 constexpr std::int32_t layers = 2;
 constexpr std::int32_t rows = 12;
 
-// A cache with one of everything that a row can own, every byte of it different from its neighbours.
+// A cache with one of everything that a row can own; every byte differs from its neighbours.
 struct Cache {
   std::vector<std::byte> k, v, unrotated, scales, shared_scale, page_flag, value_scale;
   std::vector<std::int32_t> ids{4, 2, 5, 0, 1, 3};  // K: 4 2 5; V: 0 1 3
@@ -127,7 +127,7 @@ TEST_CASE("move: a row's place follows K and V ids and the left padding", "[move
   CHECK(place_of({c.view, s, LayerId{0}, HeadId{0}}, 1) == RowPlace{PageId{2}, PageId{1}, Slot{0}});
 }
 
-TEST_CASE("move: everything in pages that is the row's moves, and no other byte changes",
+TEST_CASE("move: everything in pages that belongs to the row moves, and no other byte changes",
           "[move][property]") {
   for (const HeadId h : {HeadId{0}, HeadId{2}}) {
     Cache c;
@@ -184,7 +184,7 @@ TEST_CASE("move: the sequence planes move one element of one head of one layer e
 
 TEST_CASE("move: what heads or layers have in common moves once, however many of them are moved",
           "[move][edge]") {
-  // Two moves of a stable pack: done again on the same elements they would give 7, not 5.
+  // Two moves of a stable pack: repeated on the same elements they would give 7, not 5.
   const auto pack = [](const CacheView& view) {
     for (std::int32_t l = 0; l < layers; ++l) {
       for (std::int32_t h = 0; h < heads; ++h) {
@@ -221,7 +221,7 @@ TEST_CASE("move: what heads or layers have in common moves once, however many of
   }
 }
 
-TEST_CASE("move: absent planes are no error", "[move][edge]") {
+TEST_CASE("move: absent planes are not an error", "[move][edge]") {
   Cache c;
   c.view.positions = {};
   c.view.rope_positions = {};

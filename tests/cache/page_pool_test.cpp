@@ -95,7 +95,7 @@ TEST_CASE("page_pool: after any order of acquire, retain and release, counts equ
 TEST_CASE(
     "B089 page_pool: freed pages can be given out at once while somebody still looks at the counts",
     "[page_pool][fault]") {
-  // Adapted: a view is a pointer to the counts and holds no page.
+  // Adapted: a view is a pointer to the counts and does not hold pages.
   PagePool pool(8);
   for (int i = 0; i < 8; ++i) { REQUIRE(pool.try_acquire()); }
   const std::int32_t* const seen_by_a_view = pool.ref_counts();

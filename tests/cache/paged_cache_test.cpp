@@ -76,7 +76,7 @@ struct Token {
   friend bool operator<(const Token& a, const Token& b) { return a.position < b.position; }
 };
 
-// What a visitor sees of one head; `torn` where a row's features are not all of one token.
+// What a visitor sees of one head; `torn` if a row's features are not all of one token.
 struct Seen {
   std::vector<Token> tokens;
   std::int32_t torn = 0;
@@ -142,7 +142,7 @@ void for_each_table(const PagedCache& cache, F&& f) {
   }
 }
 
-// Everything a failed operation may not change.
+// Everything that a failed operation must not change.
 struct Snapshot {
   std::vector<std::int32_t> numbers;
   std::vector<std::uint64_t> generations;
@@ -520,7 +520,7 @@ TEST_CASE("paged_cache: out of pages in the middle of an extend changes nothing"
           "[paged_cache][edge]") {
   for (const TableScope scope : all_scopes) {
     const std::int32_t tables = tables_of(small(scope));
-    // 6 rows: 2 pages a table. 3 more rows: 1 page a table more; the pool lacks one page in all.
+    // 6 rows: 2 pages per table. 3 more rows: 1 more page per table; the pool is one page short in total.
     PagedCache cache(small(scope, 4, 3 * tables - 1));
     const SequenceId s = *cache.try_create();
     REQUIRE(append(cache, s, tags_from(0, 6)) == Status::ok);
@@ -537,8 +537,8 @@ TEST_CASE("paged_cache: the pages of copy-on-write count in an extend, all or no
           "[paged_cache][edge]") {
   for (const TableScope scope : all_scopes) {
     const std::int32_t tables = tables_of(small(scope));
-    PagedCache cache(small(
-        scope, 4, 3 * tables - 1));  // 2 pages a table, shared; one copy a table lacks one page
+    PagedCache cache(small(scope, 4,
+                           3 * tables - 1));  // 2 shared per table; one too few
     const SequenceId a = *cache.try_create();
     REQUIRE(append(cache, a, tags_from(0, 6)) == Status::ok);
     const SequenceId b = *cache.try_fork(a);
@@ -551,7 +551,7 @@ TEST_CASE("paged_cache: the pages of copy-on-write count in an extend, all or no
   }
 }
 
-TEST_CASE("paged_cache: more rows than a table holds is told before pages are counted",
+TEST_CASE("paged_cache: more rows than a table holds is reported before pages are counted",
           "[paged_cache][edge]") {
   PagedCache cache(small(TableScope::head, 4, 1000));
   const SequenceId s = *cache.try_create();
@@ -566,7 +566,7 @@ TEST_CASE("paged_cache: more rows than a table holds is told before pages are co
   CHECK(holds(cache, s, tokens(0, 40)));
 }
 
-TEST_CASE("paged_cache: sequences end, begin again, and are none when all are alive",
+TEST_CASE("paged_cache: sequences end and begin again, and none is given when all are alive",
           "[paged_cache][edge]") {
   PagedCache cache(small(TableScope::group));
   CHECK_FALSE(cache.alive(SequenceId{0}));
@@ -701,7 +701,7 @@ TEST_CASE("paged_cache: make_private copies the shared pages, and only those, al
           "[paged_cache][edge]") {
   for (const TableScope scope : all_scopes) {
     const std::int32_t tables = tables_of(small(scope));
-    // Two shared pages and one own a table; then room for the copies less one, then for all.
+    // Two shared pages and an own one per table; first there is room for all copies but one, then for all.
     PagedCache::Params p = small(scope, 4, 5 * tables);
     p.unrotated_keys = true;
     PagedCache cache(p);
@@ -1297,7 +1297,7 @@ TEST_CASE(
           REQUIRE(broken == 0);
         }
       }
-      // The walk came by every kind of outcome.
+      // The walk met every kind of outcome.
       CHECK(broken == 0);
       INFO("page size " << page_size << ": " << appended << ' ' << refused << ' ' << forked << ' '
                         << shared << ' ' << holes << ' ' << dropped);

@@ -2,8 +2,8 @@
 # cmake -D COMPILER=... -D SOURCE=case.cpp -D KIND=fail|ok -P compile_fail.cmake
 #
 # The first line of SOURCE is `// expect: <regex>`. `fail`: it does not compile, and the compiler's
-# words match. `ok`: with KVTRIM_TEST_VALID it compiles, so that it is the marked line that is
-# refused and not a typing error beside it.
+# message matches. `ok`: with KVTRIM_TEST_VALID it compiles, which shows that it is the marked line
+# that is refused and not a typing error next to it.
 
 cmake_minimum_required(VERSION 3.25)
 

@@ -2,9 +2,9 @@
 # cmake -D ROOT=project [-D README=README.md] -P floors.cmake
 #
 # The floors of the house, lowest first: a header includes its own folder and lower floors, nothing
-# else; two folders of one floor do not see each other. A folder's detail/ is on its floor, and
+# else; two folders of one floor do not include each other. A folder's detail/ is on its floor, and
 # cuda/kvtrim/cuda/<folder> on that of <folder>. Names file and line of each include that runs up.
-# The umbrella is every public header, and README shows these floors.
+# The umbrella header has every public header, and README shows these floors.
 
 cmake_minimum_required(VERSION 3.25)
 

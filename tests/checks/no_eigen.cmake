@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # cmake -D COMPILER=... -D INCLUDE=dir -D "FOLDERS=core;cache" -P no_eigen.cmake
 #
-# Asks the preprocessor which files each header of FOLDERS includes, at any depth: none may be of
+# Asks the preprocessor which files each header of FOLDERS includes, at any depth: none may belong to
 # Eigen.
 
 cmake_minimum_required(VERSION 3.25)

@@ -1,6 +1,6 @@
 // expect: constraints not satisfied
 // SPDX-License-Identifier: Apache-2.0
-// A budget is asked inside a plan, which is noexcept.
+// A budget is called inside a plan, which is noexcept.
 #include <kvtrim/budget/rows.hpp>
 
 #if defined(KVTRIM_TEST_VALID)

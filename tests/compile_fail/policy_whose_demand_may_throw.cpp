@@ -1,6 +1,6 @@
 // expect: constraints not satisfied
 // SPDX-License-Identifier: Apache-2.0
-// Plans are noexcept, so demand() is.
+// Plans are noexcept, so demand() must be too.
 #include <kvtrim/evict/planner.hpp>
 
 #if defined(KVTRIM_TEST_VALID)

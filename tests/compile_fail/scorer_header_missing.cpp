@@ -1,6 +1,6 @@
 // expect: include its header from <kvtrim/score/>
 // SPDX-License-Identifier: Apache-2.0
-// A policy's header brings its parameters alone; who plans with it includes the scorer.
+// A policy's header brings only its parameters; code that plans with it includes the scorer.
 #include <kvtrim/evict/planner.hpp>
 #include <kvtrim/policy/snapkv_selector.hpp>
 #if defined(KVTRIM_TEST_VALID)

@@ -1,6 +1,6 @@
 // expect: constraints not satisfied
 // SPDX-License-Identifier: Apache-2.0
-// Pages that left a table must go back to somebody, who says whether they are free now.
+// Pages that left a table must be handed back, and the sink says whether they are free now.
 #include <kvtrim/evict/commit.hpp>
 
 struct Tables {

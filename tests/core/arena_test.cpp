@@ -14,7 +14,7 @@ using namespace kvtrim;
 
 namespace {
 
-// A workspace as the library lays them out: one function for the size and for the memory.
+// A workspace, laid out as the library does it: one function for both the size and the memory.
 struct Parts {
   std::span<float> scores;
   std::span<std::uint64_t> keys;
@@ -46,7 +46,7 @@ TEST_CASE("arena: what a layout counts suffices for the same layout at every mis
     CHECK_FALSE(counter.ok());
     const std::size_t bytes = counter.bytes();
     for (std::size_t shift = 0; shift < 2 * Arena::alignment; ++shift) {
-      // Exactly the bytes that were asked for, at the very end of an allocation: ASan sees one more.
+      // Exactly the bytes that were requested, at the very end of an allocation: ASan catches one more.
       std::vector<std::byte> memory(shift + bytes);
       Arena arena(std::span<std::byte>(memory).subspan(shift));
       const Parts parts = lay_out(arena, tokens);
@@ -67,7 +67,8 @@ TEST_CASE("arena: what a layout counts suffices for the same layout at every mis
   }
 }
 
-TEST_CASE("arena: a buffer too small is told, and no array reaches beyond it", "[arena][edge]") {
+TEST_CASE("arena: too small a buffer is reported, and no array reaches beyond it",
+          "[arena][edge]") {
   Arena counter;
   static_cast<void>(lay_out(counter, 100));
   std::vector<std::byte> memory(counter.bytes());

@@ -19,7 +19,7 @@ constexpr std::size_t steps = 1'000'000;
 struct Sums {
   double exact = 0;  // double: 29 more bits than the addends
   double pair = 0;   // what is under test
-  float plain = 0;   // what it is there to replace
+  float plain = 0;   // what it replaces
 };
 
 Sums sum_of(const std::vector<float>& addends) {

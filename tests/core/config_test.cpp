@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The headers' own assertions are as the build says; here the macro is taken anew, without them.
+// The headers' own assertions are as the build says; here the macro is defined again, without them.
 #ifndef NDEBUG
 #  define NDEBUG
 #endif

@@ -61,9 +61,8 @@ TEST_CASE("executor: Serial runs each item once, ascending, as worker 0", "[exec
   CHECK(Serial().workers() == 1);
 }
 
-TEST_CASE(
-    "executor: Serial lets an exception of an item through, and promises no more than the item",
-    "[executor]") {
+TEST_CASE("executor: Serial lets an item's exception through, and promises no more than the item",
+          "[executor]") {
   const auto throws = [](std::int64_t, std::int32_t) { throw std::runtime_error("item"); };
   CHECK_THROWS_AS(Serial().for_each(2, throws), std::runtime_error);
   const auto quiet = [](std::int64_t, std::int32_t) noexcept {};

@@ -8,7 +8,7 @@
 
 using namespace kvtrim;
 
-TEST_CASE("removal: every way and mode has a name of its own", "[removal]") {
+TEST_CASE("removal: every way and mode has its own name", "[removal]") {
   std::set<std::string_view> names;
   for (const Removal r : {Removal::automatic,
                           Removal::drop_pages,

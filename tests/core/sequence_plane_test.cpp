@@ -28,7 +28,7 @@ TEST_CASE("sequence_plane: a dense plane is the C-order array [sequences, layers
   }
 }
 
-TEST_CASE("sequence_plane: an array is there only where elements lie side by side",
+TEST_CASE("sequence_plane: an array is given only where elements are contiguous",
           "[sequence_plane][edge]") {
   std::vector<float> memory{0, 1, 2, 3, 4, 5};
   auto plane = SequencePlane::dense(memory.data(), 1, 2, 3);

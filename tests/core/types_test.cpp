@@ -18,7 +18,7 @@ static_assert(!converts_to_any<Position, PageId, Slot, SequenceId, LayerId, Head
 static_assert(!converts_to_any<HeadId, PageId, Slot, Position, SequenceId, LayerId, bool>);
 static_assert(!converts_to_any<std::int32_t, PageId, Slot, Position, SequenceId, LayerId, HeadId>);
 
-TEST_CASE("types: an index type keeps its integer, and the null page is no page of a pool",
+TEST_CASE("types: an index type keeps its integer, and the null page is not a page of a pool",
           "[types]") {
   CHECK(raw(PageId{7}) == 7);
   CHECK(raw(Position{std::numeric_limits<std::int32_t>::max()}) == 2147483647);

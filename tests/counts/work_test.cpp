@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What fixed workloads cost, counted and not timed: keys read, floating-point operations of products, bytes moved, pages
-// released, allocations. A change that makes the library do more work changes a number here, on every machine alike: row
+// What fixed workloads cost, counted rather than timed: keys read, floating-point operations of products, bytes moved,
+// pages released, allocations. A change that makes the library do more work changes a number here, on every machine: row
 // counts are multiples of every register block, and what is moved does not depend on a rounded score.
 #define KVTRIM_COUNTS
 
@@ -218,7 +218,8 @@ TEST_CASE("counts: a sliding window in pages moves no byte and reads no key", "[
   CHECK(layer.evict(policy) == Cost{.evicted = 2 * 16, .released = 1});
 }
 
-TEST_CASE("counts: a decode step of H2O moves at most a row a head and reads no key", "[counts]") {
+TEST_CASE("counts: a decode step of H2O moves at most one row per head and reads no key",
+          "[counts]") {
   Layer layer;
   const HeavyHitter policy({.heavy = rows / 2, .recent = rows / 2, .mode = HeavyMode::promote});
   layer.append(1);

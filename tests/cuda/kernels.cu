@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every .cuh in one unit, and every kernel but the score kernels instantiated: what spills, what the PTX looks like, and
-// that no Eigen is seen, is checked on this object and that of kernels_score.cu.
+// Every .cuh in one translation unit, with every kernel except the score kernels instantiated. Spills, the PTX and the
+// absence of Eigen are checked on this object and on that of kernels_score.cu.
 
 #define KVTRIM_CUDA_KERNELS_ELSEWHERE  // kernels_score.cu
 #include <kvtrim/cuda/evict/apply.cuh>
@@ -27,7 +27,7 @@
 
 namespace kvtrim::test {
 
-// Uses every launcher once; nobody calls it.
+// Uses every launcher once; it is never called.
 cudaError_t use_all_kernels(const CacheView& view,
                             const cuda::DeviceObservation& obs,
                             const cuda::PlanWorkspace& workspace,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The score kernels, all 34 instantiations: apart from kernels.cu so that two processors compile them.
+// The score kernels, all 34 instantiations: separate from kernels.cu so that two processors compile them.
 
 #define KVTRIM_CUDA_KERNELS_HERE
 #include <kvtrim/cuda/observe/detail/instances.cuh>

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Device memory for tests, the same for a GPU and for the emulator. Exactly as large as asked for: under the emulator
-// the first byte behind it is an error that AddressSanitizer or the race checker reports.
+// Device memory for tests, the same for a GPU and for the emulator. Exactly as large as requested: under the emulator
+// touching the first byte after it is an error that AddressSanitizer or the race checker reports.
 
 #include <kvtrim/cuda/detail/device.hpp>
 
@@ -15,11 +15,11 @@
 
 namespace kvtrim::test {
 
-/// An array of trivially copyable `T` in device memory. Ends the program where CUDA fails: a test cannot go on.
+/// An array of trivially copyable `T` in device memory. Ends the program if CUDA fails: a test cannot go on.
 template <class T>
 class DeviceBuffer {
  public:
-  /// Memory that nobody has written yet.
+  /// Memory that has not been written yet.
   explicit DeviceBuffer(std::size_t count, [[maybe_unused]] const char* name = "device buffer")
       : count_(count) {
 #if defined(KVTRIM_EMULATED)
@@ -94,7 +94,7 @@ class DeviceBuffer {
   std::size_t count_ = 0;
 };
 
-/// What to say beside a launch that failed.
+/// What to add to the message about a launch that failed.
 [[nodiscard]] inline std::string device_message() {
 #if defined(KVTRIM_EMULATED)
   return emulator::message();

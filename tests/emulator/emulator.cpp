@@ -626,7 +626,7 @@ void async_copy_16(void* to, const void* from) {
 void async_commit() {
   ++current->copy_group;
 }
-// Copies are made as late as the program allows: who forgets to wait reads what was there before.
+// Copies are made as late as the program allows: code that forgets to wait reads what was there before.
 void async_wait(unsigned newest) {
   Lane& me = *current;
   unsigned kept = 0;
@@ -685,7 +685,7 @@ void* dynamic_shared() {
 
 void* device_allocate(std::size_t bytes, const char* name) {
   void* const p = ::operator new(bytes, std::align_val_t(256));
-  std::memset(p, 0xFF, bytes);  // NaN, -1: what is read before it is written shows
+  std::memset(p, 0xFF, bytes);  // NaN, -1: makes reads before the first write visible
   if (hooks.add != nullptr) { hooks.add(p, bytes, name, false); }
   return p;
 }

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Runs CUDA kernels on a CPU, for tests: every CUDA thread is a fiber, a block at a time, on one host thread. Fibers
-// change over only inside collectives (barriers, shuffles, votes) and atomics, in an order that the schedule chooses, so
-// a run is repeated exactly by its seed. Beyond running, it checks what a GPU leaves undefined: collectives that not all
+// Runs CUDA kernels on a CPU, for tests: every CUDA thread is a fiber, one block at a time, on one host thread. Fibers
+// switch only inside collectives (barriers, shuffles, votes) and atomics, in an order that the schedule chooses, so a seed
+// repeats a run exactly. Beyond running kernels, it checks what a GPU leaves undefined: collectives that not all
 // threads of a mask reach, barriers in divergent code, deadlocks, values read from absent lanes, launch limits,
-// asynchronous copies nobody waits for, exits before a barrier. Under AddressSanitizer it finds accesses beyond any
+// asynchronous copies that are never awaited, exits before a barrier. Under AddressSanitizer it finds accesses beyond any
 // device_buffer or shared array; linked with racecheck.cpp, races and reads of memory never written.
 //
 // This header is what kernels see; the machine is in emulator.cpp, which is never compiled with a sanitizer.
@@ -178,7 +178,7 @@ cudaError_t launch(void (*kernel)(P...),
       &call);
 }
 
-/// Memory that kernels may use: exactly as large as asked for, filled with 0xFF, known to the race checker.
+/// Memory that kernels may use: exactly as large as requested, filled with 0xFF, known to the race checker.
 void* device_allocate(std::size_t bytes, const char* name);
 void device_free(void* p);
 /// The host wrote these bytes.

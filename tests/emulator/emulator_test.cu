@@ -242,7 +242,7 @@ TEST_CASE("emulator: shuffles, votes and reductions under every schedule", "[emu
   }
 }
 
-TEST_CASE("emulator: half warps meet apart from each other", "[emulator]") {
+TEST_CASE("emulator: half warps meet independently of each other", "[emulator]") {
   const std::vector<int> got = run(half_warps_kernel, 64, 64);
   for (int t = 0; t < 64; ++t) {
     const int lane = t & 31;

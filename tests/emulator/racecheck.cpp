@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Finds races and reads of memory never written, exactly, for the run at hand. The kernels are compiled with
+// Finds races and reads of memory never written, exactly, for the current run. The kernels are compiled with
 // -fsanitize=thread, which makes the compiler call __tsan_read/write before every access; the program is linked without
 // it and gets those functions from here. So no shadow memory of the real tool is involved.
 //

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Writes small GGUF files into memory, sound ones and, by `head`, ones that lie.
+// Writes small GGUF files into memory: valid ones and, with `head`, invalid ones.
 
 #include <cstddef>
 #include <cstdint>

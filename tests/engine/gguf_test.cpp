@@ -87,7 +87,7 @@ TEST_CASE("gguf: a file that ends early is an error at every byte", "[gguf][edge
   const Bytes whole = small_file().bytes();
   REQUIRE(error_of(whole).empty());
   for (std::size_t size = 0; size < whole.size(); ++size) {
-    // A vector of exactly this size: a read past it is seen by the sanitiser.
+    // A vector of exactly this size: the sanitiser catches a read past it.
     const std::string error =
         error_of(Bytes(whole.begin(), whole.begin() + static_cast<std::ptrdiff_t>(size)));
     INFO("cut at byte " << size);
@@ -120,7 +120,7 @@ TEST_CASE("gguf: another version is refused with its number", "[gguf][edge]") {
   CHECK_THAT(error_of(head(0, 0, 0x03000000U).bytes()), ContainsSubstring("big-endian"));
 }
 
-TEST_CASE("gguf: counts beyond the file are refused before memory is asked for", "[gguf][edge]") {
+TEST_CASE("gguf: counts beyond the file are refused before memory is requested", "[gguf][edge]") {
   CHECK_THAT(error_of(head(0, huge).bytes()), ContainsSubstring(std::to_string(huge)));
   CHECK_THAT(error_of(head(huge, 0).bytes()), ContainsSubstring(std::to_string(huge)));
   CHECK_THAT(error_of(head(huge / 24 + 2, 0).bytes()), ContainsSubstring("tensors announced"));
@@ -209,7 +209,7 @@ TEST_CASE("gguf: a missing tensor is named with the shape it should have", "[ggu
                     "test.gguf: tensor first has shape 2 x 3, expected 576 x 1536");
 }
 
-TEST_CASE("gguf: an alignment that is no power of two is refused", "[gguf][edge]") {
+TEST_CASE("gguf: an alignment that is not a power of two is refused", "[gguf][edge]") {
   CHECK(error_of(GgufBuilder().u32("general.alignment", 64).bytes()).empty());
   for (const std::uint32_t alignment : {0U, 24U, 0xFFFFFFFFU}) {
     CHECK_THAT(error_of(GgufBuilder().u32("general.alignment", alignment).bytes()),

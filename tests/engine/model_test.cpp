@@ -122,7 +122,8 @@ TEST_CASE("model: with an f16 cache the logits and 24 greedy tokens are still th
 }
 
 TEST_CASE(
-    "model: AdaKV at 75 % removed gives back all pages but a partly filled one a head, and decode "
+    "model: AdaKV at 75 % removed gives back all pages except a partly filled one per head, and "
+    "decode "
     "goes on",
     "[model][adakv]") {
   auto& model = loaded().model;
@@ -155,7 +156,7 @@ TEST_CASE(
     const kvtrim::Report report = evictor.evict(policy, s, budget);
     CHECK(report.status == Status::ok);
 
-    // In theory: so many rows, packed. Each head may waste less than one page.
+    // In theory this many rows, packed. Each head may waste less than one page.
     std::int64_t kept = 0;
     std::int64_t pages = 0;
     std::int32_t shortest = rows;

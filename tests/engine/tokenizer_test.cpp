@@ -194,7 +194,8 @@ TEST_CASE("tokenizer: a byte without a token becomes the unknown token, or is an
   CHECK(Tokenizer(builder.file()).encode("ab", false) == std::vector<Token>{1, 0});
 }
 
-TEST_CASE("tokenizer: a long piece without spaces takes no quadratic time", "[tokenizer][edge]") {
+TEST_CASE("tokenizer: a long piece without spaces does not take quadratic time",
+          "[tokenizer][edge]") {
   const Tokenizer tokenizer(vocabulary({"a a", "aa aa"}).file());
   const std::string text(400000, 'a');
   CHECK(tokenizer.encode(text, true).size() == text.size() / 4);

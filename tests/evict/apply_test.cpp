@@ -206,7 +206,7 @@ TEST_CASE("apply: any chain of appends and cuts by any way keeps the best rows o
   }
 }
 
-TEST_CASE("apply: overwriting moves at most one row a head and leaves the hole to the next append",
+TEST_CASE("apply: overwriting moves at most one row per head, the next append takes the hole",
           "[apply][property]") {
   constexpr std::int32_t heads = 4;
   test::Random random(3);

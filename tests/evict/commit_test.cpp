@@ -116,7 +116,7 @@ struct Engine {
     check_layout(view);
   }
 
-  // From now on the engine keeps states: one a table.
+  // From now on the engine keeps states: one per table.
   void keep_states() {
     const std::int32_t tables = kind == Table::per_head ? heads : 1;
     for (std::int32_t s = 0; s < 2; ++s) {
@@ -507,7 +507,7 @@ TEST_CASE("commit: a view without states is stale by its lengths and tables", "[
   e.ref_counts[static_cast<std::size_t>(e.ids[2])] = 2;
   stale();
   e.ref_counts[static_cast<std::size_t>(e.ids[2])] = 1;
-  e.ids[7] = 33;  // beyond the rows in use: nobody's business
+  e.ids[7] = 33;  // beyond the rows in use: irrelevant
   Plan copy(made);
   CHECK(apply(made, e.view) == Status::ok);
   std::vector<PageId> freed(8);
@@ -546,7 +546,7 @@ TEST_CASE("commit: pages are released tail first", "[commit]") {
   CHECK(released == std::vector<std::int32_t>{before[4], before[3], before[2], before[1]});
 }
 
-TEST_CASE("commit: a list of free pages that is too short loses none in the count",
+TEST_CASE("commit: a list of free pages that is too short still counts all of them",
           "[commit][edge]") {
   Engine e(Layout::nhd, Table::dense, {29, 4});
   const ByScore policy{.keep = 2};

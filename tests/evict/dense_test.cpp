@@ -42,7 +42,7 @@ const char* name_of(Way way) {
   return names[static_cast<std::size_t>(way)];
 }
 
-// What varies beside policy, removal and position mode; every value meets every other in some run.
+// What varies besides policy, removal and position mode; every value meets every other in some run.
 ShadowCache::Setup setup_of(std::uint64_t variant, Way way) {
   const auto pick = [&](std::uint64_t stride, std::uint64_t n) { return variant / stride % n; };
   ShadowCache::Setup s;
@@ -102,7 +102,7 @@ void evict_and_check(
   const bool drops =
       (removal == Removal::automatic ? policy.removal() : removal) == Removal::drop_pages;
 
-  // What must come of it.
+  // The expected result.
   std::int64_t before = 0;
   std::int64_t after = 0;
   std::vector<std::vector<std::vector<bool>>> kept(3);

@@ -181,7 +181,7 @@ TEST_CASE("evict: a refused plan changes nothing and says why", "[evict][fault]"
   CHECK(c.bytes() == before);
 }
 
-TEST_CASE("evict: state after a cut says how many rows there are and that steps start anew",
+TEST_CASE("evict: state after a cut says how many rows there are, and steps start over",
           "[evict]") {
   TaggedCache c({.max_rows = 40, .scores = true});
   const HeavyHitter policy({.heavy = 5, .recent = 3, .interval = 4});

@@ -70,7 +70,7 @@ TEST_CASE("plan_bytes: a plan that owns its memory outlives the workspace, and i
   Plan moved(std::move(plan_of_six));
   CHECK(moved.view() == reference.view());
   CHECK_FALSE(moved.empty());
-  // What was moved from is no plan: safe to look at and to apply.
+  // A moved-from plan is empty: safe to look at and to apply.
   CHECK(plan_of_six.empty());  // NOLINT(bugprone-use-after-move)
   const auto before = planned.c.bytes();
   CHECK(apply(plan_of_six.ref(), planned.c.view()) == Status::ok);
@@ -109,7 +109,7 @@ TEST_CASE("plan_bytes: bytes written are the plan read back, and it can be appli
   CHECK(Plan::from_bytes(none.view().bytes()).view() == none.view());
 }
 
-TEST_CASE("plan_bytes: bytes that are no plan are told, and never crash", "[plan][fault]") {
+TEST_CASE("plan_bytes: bytes that are not a plan are refused, and never crash", "[plan][fault]") {
   for (const Removal way :
        {Removal::drop_pages, Removal::overwrite_slot, Removal::fill_holes, Removal::stable_pack}) {
     Planned planned(18, way == Removal::fill_holes ? TableScope::head : TableScope::group);
@@ -163,7 +163,7 @@ TEST_CASE("plan_bytes: bytes that are no plan are told, and never crash", "[plan
   }
 }
 
-TEST_CASE("plan_bytes: rows out of order or out of range are no plan", "[plan][fault]") {
+TEST_CASE("plan_bytes: rows out of order or out of range are not a plan", "[plan][fault]") {
   Planned planned;
   const PlanRef p = planned.make(ByScore{.keep = 6});
   const auto kept = p.kept_list(SequenceId{0}, LayerId{1}, HeadId{0});

@@ -56,7 +56,7 @@ TEST_CASE("plan: it lists what stays and what goes, for every way of removal", "
   }
 }
 
-TEST_CASE("plan: a hole is no kept row of a table that nothing leaves", "[plan][edge]") {
+TEST_CASE("plan: a hole is not a kept row of a table that nothing leaves", "[plan][edge]") {
   const StreamingSink policy({.sinks = 2, .recent = 5, .form = SinkForm::exact});
   TaggedCache c({.max_rows = 24});
   REQUIRE(c.append(0, 8) == Status::ok);
@@ -72,7 +72,7 @@ TEST_CASE("plan: a hole is no kept row of a table that nothing leaves", "[plan][
   CHECK(p.kept_rows() == 7);
 }
 
-TEST_CASE("plan: equal is what does the same", "[plan]") {
+TEST_CASE("plan: plans that do the same are equal", "[plan]") {
   Planned planned;
   const Plan a(planned.make(ByScore{.keep = 6}));
   const Plan b(planned.make(ByScore{.keep = 6}));

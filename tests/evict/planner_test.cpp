@@ -68,7 +68,7 @@ struct Family {
   bool shared(std::int32_t entry) const {
     return c.cache.pool().ref_count(PageId{entries()[static_cast<std::size_t>(entry)]}) > 1;
   }
-  // Everything of the parent that could be harmed.
+  // Everything of the parent that could be damaged.
   std::vector<std::int32_t> parent_state() {
     std::vector<std::int32_t> state;
     for (const std::int32_t p : c.cache.page_table(parent)) { state.push_back(p); }
@@ -541,7 +541,8 @@ TEST_CASE("planner: in_cache numbers every row, also after a cut that kept posit
   }
 }
 
-TEST_CASE("planner: a fault of the tables is told before anything is planned", "[planner][fault]") {
+TEST_CASE("planner: a fault in the tables is reported before anything is planned",
+          "[planner][fault]") {
   TaggedCache c({.pages = 30, .sequences = 2, .max_rows = 32});
   REQUIRE(c.append(0, 12) == Status::ok);
   REQUIRE(c.append(1, 9) == Status::ok);
@@ -604,7 +605,7 @@ TEST_CASE("planner: NaN of protected rows and of heads with nothing to choose ar
   CHECK(c.kept(0, 0, 1) == std::vector<std::int32_t>{0, 1, 2, 3, 4, 16, 17, 18, 19});
 }
 
-TEST_CASE("planner: empty sequences and an empty batch are no errors", "[planner][edge]") {
+TEST_CASE("planner: empty sequences and an empty batch are not errors", "[planner][edge]") {
   TaggedCache c({.sequences = 3, .max_rows = 32});
   const StreamingSink policy({.sinks = 1, .recent = 3});
   const Report nothing = c.evict(policy);

@@ -277,7 +277,7 @@ inline ScoreOf scores_of(std::vector<float> list) {
   };
 }
 
-/// What an eviction is given beside the cache and the policy.
+/// What an eviction is given besides the cache and the policy.
 struct Input {
   ScoreOf score;       ///< none: the policy's own scorer
   Rows budgets;        ///< at run time, by `budget_rows`; empty: the policy's
@@ -331,9 +331,9 @@ class Prepared {
 
   template <Policy P, Executor E = Serial>
   PlanRef plan(const P& policy,
-                const CacheView& view,
-                const PlanOptions& options = {},
-                const E& executor = {}) {
+               const CacheView& view,
+               const PlanOptions& options = {},
+               const E& executor = {}) {
     workspace_.resize(plan_workspace_bytes(policy, plan_shape(view, obs_, executor.workers())));
     return kvtrim::plan(policy, view, obs_, workspace_, options, executor);
   }
@@ -423,7 +423,7 @@ inline Queries make_queries(std::int32_t first,
   return q;
 }
 
-/// An engine's own pages: dense tables, K and V in `[pages, page_size, kv_heads, dim]`, left padding a sequence.
+/// An engine's own pages: dense tables, K and V in `[pages, page_size, kv_heads, dim]`, left padding per sequence.
 struct EnginePages {
   EnginePages(std::int32_t pages,
               std::int32_t page_size,

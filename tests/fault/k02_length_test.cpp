@@ -39,7 +39,7 @@ void attend(TestCache& t, SequenceId s, const HeavyHitter& policy, std::int32_t 
 
 }  // namespace
 
-TEST_CASE("B013 a sliding layer beside a full one does not shorten the sequence",
+TEST_CASE("B013 a sliding layer next to a full one does not shorten the sequence",
           "[length][fault]") {
   PagedCache::Params p = scored();
   p.layers = 2;

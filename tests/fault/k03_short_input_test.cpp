@@ -91,7 +91,7 @@ TEST_CASE("B023 a fraction removed never rounds a prompt down to nothing", "[sho
     CHECK(rows_kept(n, 0.0) == n);
   }
 
-  // Nothing at all is kept only where a caller says 0 by itself.
+  // Nothing at all is kept only if the caller itself says 0.
   for (const std::int32_t n : {1, 2, 10}) {
     TestCache t(small(8, 4));
     const SequenceId s = t.filled(n);

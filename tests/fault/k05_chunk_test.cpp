@@ -224,7 +224,7 @@ TEST_CASE("B043 a suffix kept at absolute positions attends as the same tokens a
   };
   check({128, 128, 172});                   // P = 300
   check({32, 32, 32, 32, 32, 32, 32, 32});  // P = 128
-  check(Rows(256, 1));                      // P = 128, a token a chunk
+  check(Rows(256, 1));                      // P = 128, one token per chunk
   check({128, 128, 44});                    // a chunk that does not fill the ring
 }
 

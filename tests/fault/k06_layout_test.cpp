@@ -15,7 +15,7 @@ using namespace kvtrim;
 using namespace kvtrim::fault;
 
 TEST_CASE(
-    "B045 the reduction over a group's query heads is an argument, the result one row a KV head",
+    "B045 the reduction over a group's query heads is an argument, the result one row per KV head",
     "[layout][fault]") {
   // With one-hot keys, scale 1 and LSE 0 the probability of (query head, row) is exp of the query's feature.
   const std::array<std::array<float, 4>, 4> wanted{{{0, 9, 0, 1},  // query heads 0, 1: KV head 0
@@ -87,9 +87,9 @@ TEST_CASE("B045 accumulated attention takes the mean over the group", "[layout][
   CHECK(out == std::vector<float>{0, 0, 0, 0});  // the other KV head has seen nothing
 }
 
-TEST_CASE("B047 a cut cache holds KV heads, not query heads: 4,194,304 bytes a layer",
+TEST_CASE("B047 a cut cache holds KV heads, not query heads: 4,194,304 bytes per layer",
           "[layout][fault]") {
-  // 32 query heads on 8 KV heads: stored a query head at a time it would be 16,777,216.
+  // 32 query heads on 8 KV heads: stored per query head it would be 16,777,216.
   TestCache t({.pages = 66, .page_size = 16, .kv_heads = 8, .key_dim = 128, .dtype = DType::bf16});
   const SequenceId s = t.create();
   REQUIRE(t.cache.try_extend(s, 1050) == Status::ok);
@@ -136,7 +136,7 @@ TEST_CASE("B048 two layouts of equal extents are two factories, and neither read
   });
 }
 
-TEST_CASE("B049 query heads that are no multiple of the KV heads are refused, any others are fine",
+TEST_CASE("B049 query heads that are not a multiple of the KV heads are refused, others are fine",
           "[layout][fault]") {
   // The case wants a configuration error with both numbers. Here no constructor sees both: the view has the one, each
   // observation the other. So the plan has the status bad_observation, and nothing is evicted.

@@ -32,7 +32,7 @@ struct Result {
   friend bool operator==(const Result&, const Result&) = default;
 };
 
-// Memory whose touch ends the process, but for what is opened.
+// Memory in which any access ends the process, except to what was opened.
 class Guarded {
  public:
   explicit Guarded(std::size_t bytes) : bytes_(bytes) {
@@ -111,7 +111,8 @@ TEST_CASE("B062 NaN in the unfilled rows of the last page reaches nothing", "[na
   }
 }
 
-TEST_CASE("B064 NaN in the score of a row that is no candidate changes nothing", "[nan][fault]") {
+TEST_CASE("B064 NaN in the score of a row that is not a candidate changes nothing",
+          "[nan][fault]") {
   for (const Removal way : {Removal::stable_pack, Removal::fill_holes, Removal::overwrite_slot}) {
     for (const std::int32_t budget : {7, 11}) {  // 11 of 12: one row goes, as in a decode step
       const auto run = [&](float masked) {
@@ -190,7 +191,7 @@ TEST_CASE("B067 no stage touches a null or reserved page beyond the length, nor 
   view.table.max_pages = 2;
 
   const auto run = [&](const auto& policy, std::int32_t null_id, std::int32_t rows, Removal way) {
-    // Sequence 1's row of the table ends where the guard begins: its second entry is no memory.
+    // Sequence 1's row of the table ends where the guard begins: its second entry is not mapped.
     auto* const ids = reinterpret_cast<std::int32_t*>(table + page) - 3;
     std::array<std::int32_t, 2> lengths{4 + rows, rows};
     ids[0] = 2;

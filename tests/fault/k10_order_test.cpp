@@ -27,7 +27,7 @@ TEST_CASE("B068 equal scores give one plan, whatever the order of sequences, pag
                  .key_dim = 1,
                  .value_dim = 1,
                  .max_sequences = 2});
-    // Pages come in random order, the sequence beside another one, its slots in or out of order.
+    // Pages come in random order, the sequence next to another one, its slots in or out of order.
     std::vector<PageId> taken;
     while (const auto p = t.cache.pool().try_acquire()) { taken.push_back(*p); }
     std::shuffle(taken.begin(), taken.end(), rng);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // B089, B090 and B094 without a policy are tests of the cache; here real plans free the pages.
-#include <kvtrim/policy/full.hpp>
 #include <kvtrim/evict/plan_bytes.hpp>
+#include <kvtrim/policy/full.hpp>
 #include <kvtrim/policy/heavy_hitter.hpp>
 #include <kvtrim/policy/snapkv_selector.hpp>
 #include <kvtrim/policy/streaming_sink.hpp>
@@ -172,7 +172,7 @@ TEST_CASE("B090 10,000 random steps with real evictions lose no page and no row"
           const StreamingSink window({.sinks = 2, .recent = 3});
           const bool by_position = below(3) == 0;
           const PlanRef plan = by_position ? prepared.plan(window, view, in.options)
-                                            : prepared.plan(heavy, view, in.options);
+                                           : prepared.plan(heavy, view, in.options);
           what = std::string("evict by ") + std::string(to_string(in.options.removal)) + ": " +
                  to_string(plan);
           std::size_t used = 0;

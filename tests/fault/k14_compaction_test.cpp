@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// B097 is a test of the cache: what it needs is no eviction.
+// B097 is a test of the cache: it needs no eviction.
 #include <kvtrim/policy/heavy_hitter.hpp>
 #include <kvtrim/score/accumulated.hpp>
 

@@ -46,7 +46,7 @@ TEST_CASE("B147 over a run, what the reports say went is what was appended less 
       REQUIRE(usable(out.report.status));
       evicted += out.report.evicted_rows;
       released += out.report.released_pages;
-      CHECK(out.report.dropped_pages == out.report.released_pages);  // nobody else holds them
+      CHECK(out.report.dropped_pages == out.report.released_pages);  // no other owner holds them
       std::int32_t listed_pages = 0;
       for (const Rows& pages : out.released) {
         listed_pages += static_cast<std::int32_t>(pages.size());

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Methods of which there are no attention weights to see: their scores against kvpress 0.5.5, computed in double.
+// Methods without attention weights: their scores against kvpress 0.5.5, computed in double.
 #include "golden_file.hpp"
 
 #include <kvtrim/core/rope.hpp>

@@ -130,7 +130,7 @@ TEST_CASE("golden: Tova keeps the best of kvpress's scores and the last row, in 
       std::sort(
           order.begin(), order.end(), [&](double a, double b) { return score(a) > score(b); });
       const auto cut = order.begin() + keep;
-      REQUIRE(score(*(cut - 1)) > score(*cut) * (1 + 4e-5));  // else rounding may decide
+      REQUIRE(score(*(cut - 1)) > score(*cut) * (1 + 4e-5));  // otherwise rounding may decide
       std::sort(order.begin(), cut);
       for (std::int32_t h = 0; h < l.kv_heads; ++h) {
         INFO(shape << ", removed " << removed << ", head " << h);

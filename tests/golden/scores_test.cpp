@@ -199,7 +199,7 @@ TEST_CASE("golden: HeavyHitter keeps the best of kvpress's scores", "[golden][po
             return score(a) != score(b) ? score(a) > score(b) : a < b;
           });
           const auto cut = order.begin() + keep;
-          REQUIRE(score(*(cut - 1)) > score(*cut) * (1 + 4e-5));  // else rounding may decide
+          REQUIRE(score(*(cut - 1)) > score(*cut) * (1 + 4e-5));  // otherwise rounding may decide
           std::sort(order.begin(), cut);
           INFO(shape << ", aged " << aged << ", removed " << removed << ", head " << h);
           CHECK(kept_by(policy, cache.view(), HeadId{h}, {}) ==

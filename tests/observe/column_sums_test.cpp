@@ -18,7 +18,7 @@ namespace {
 
 constexpr double tolerance = 1e-5;
 
-// The n x n double reference: for each row, sum over the queries, decayed once a query, of the group's mean.
+// The n x n double reference: for each row, sum over the queries, decayed once per query, of the group's mean.
 std::vector<double> sums_of(const Head& p, const AccumulateParams& params) {
   const Probabilities3 probabilities = probabilities_of(p);
   std::vector<double> sums(p.keys.size(), 0.0);

@@ -68,7 +68,7 @@ TEST_CASE("observation: a budget is read by its map, and -1 where none is given"
   obs.budgets = budgets;
   obs.budget_rows = {6, 3, 1};
   CHECK(obs.budget(SequenceId{0}, LayerId{1}, HeadId{2}) == 15);
-  obs.budget_rows = {1, 0, 0};  // one a sequence
+  obs.budget_rows = {1, 0, 0};  // one per sequence
   CHECK(obs.budget(SequenceId{2}, LayerId{1}, HeadId{2}) == 12);
 }
 

@@ -208,7 +208,7 @@ TEST_CASE("decorators: what a decorator needs and does not get is a bad observat
 }
 
 TEST_CASE(
-    "decorators: ready-made scores are decorated too, not taken in place of the decorated ones",
+    "decorators: ready-made scores are decorated too, not taken instead of the decorated ones",
     "[decorators]") {
   MethodWorld world({});
   REQUIRE(world.append(0, 40) == Status::ok);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What every policy must obey with the scores that it makes itself. A new policy adds one word to `KVTRIM_POLICIES`; one
-// that is no `TopRows` says in an `Entry` how it is made. (policy_test.cpp: the same of selection, with given scores.)
+// that is not a `TopRows` says in an `Entry` how it is made. (policy_test.cpp: the same of selection, with given scores.)
 #include <kvtrim/policy/ada_kv.hpp>
 #include <kvtrim/policy/chunk_kv.hpp>
 #include <kvtrim/policy/critical_kv.hpp>
@@ -219,7 +219,7 @@ std::vector<std::vector<std::int32_t>> kept_rows(const PlanView& made, const Cac
   return out;
 }
 
-// A policy as the laws see it: the laws are compiled once, not once a policy.
+// A policy as the laws see it: the laws are compiled once, not once per policy.
 struct Law {
   Report (*evict)(MethodWorld&);
   std::vector<std::vector<std::int32_t>> (*planned)(MethodWorld&, const CacheView&);
@@ -478,8 +478,8 @@ void drops_bad_rows_first(const Law& law) {
       }
     }
   } else {
-    // By position or by lot, keys are not looked at; pages: a NaN counts as the lowest of its page (page_selector_test);
-    // else the entry says what it does to its neighbours.
+    // By position or at random, keys are not looked at; pages: a NaN counts as the lowest of its page (page_selector_test);
+    // otherwise the entry says what it does to its neighbours.
     MethodWorld world(law.setup({.bad = {3, 9}}));
     REQUIRE(world.append(0, 30) == Status::ok);
     CHECK(law.evict(world).status == Status::ok);
@@ -601,7 +601,7 @@ TEMPLATE_TEST_CASE("laws: equal keys and keys of norm 0 do no harm",
   survives_equal_and_zero_keys(law_of<TestType>());
 }
 
-TEMPLATE_TEST_CASE("laws: no row is no score, and a row alone gets one",
+TEMPLATE_TEST_CASE("laws: without rows there are no scores, and a single row gets one",
                    "[laws][edge]",
                    KVTRIM_POLICIES) {
   scores_none_and_one(law_of<TestType>());

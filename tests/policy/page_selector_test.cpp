@@ -103,7 +103,7 @@ struct Queries {
   Observation obs;
 };
 
-// The default rule of one KV head, in double: one number a page.
+// The default rule of one KV head, in double: one number per page.
 std::vector<double> page_scores_of(
     const WorldSetup& w, const Observation& obs, std::int32_t s, std::int32_t l, std::int32_t h) {
   const std::int32_t n = w.lengths[at(s)];
@@ -169,7 +169,7 @@ Ints kept_of(const WorldSetup& w,
   }
   std::sort(order.begin(), order.end());
   const std::size_t fits = std::min(order.size(), at(std::max(0, budget - rows) / w.page_size));
-  if (fits > 0 && fits < order.size()) {  // else the rounding of floats may decide
+  if (fits > 0 && fits < order.size()) {  // otherwise float rounding may decide
     REQUIRE(order[fits].first - order[fits - 1].first > -1e-5 * order[fits - 1].first);
   }
   for (std::size_t i = 0; i < fits; ++i) { stays[order[i].second] = true; }
@@ -599,7 +599,7 @@ TEST_CASE("page_selector: left padding counts neither as rows nor as pages that 
       const Report report = world.evict(ByScores(p), given.obs);
       CHECK(report.status == Status::ok);
       const Ints pages = WorldReader::pages(world.view(), 0, 0);
-      // Pages of padding alone are the engine's affair: null entries in front.
+      // Pages of padding alone are up to the engine: null entries in front.
       const auto data =
           std::count_if(pages.begin(), pages.end(), [](std::int32_t p1) { return p1 >= 0; });
       CHECK(data <= 3);
@@ -671,7 +671,7 @@ TEMPLATE_TEST_CASE("page_selector: one page, two pages, and protected pages over
   CHECK(WorldReader::tokens(world.view(), 0, 1, 1) == range(4, 8));
 }
 
-TEMPLATE_TEST_CASE("page_selector: a window that ends on a page border protects no page more",
+TEMPLATE_TEST_CASE("page_selector: a window that ends on a page border protects no further page",
                    "[page][edge]",
                    KVTRIM_WORLDS) {
   for (const std::int32_t window : {7, 8, 9}) {
@@ -796,7 +796,7 @@ TEMPLATE_TEST_CASE("page_selector: tables of one set that would keep different c
   CHECK(WorldReader::tokens(world.view(), 0, 1, 0).size() == 16);
 }
 
-TEMPLATE_TEST_CASE("page_selector: another way to remove than by pages is refused",
+TEMPLATE_TEST_CASE("page_selector: ways of removal other than by pages are refused",
                    "[page][edge]",
                    KVTRIM_WORLDS) {
   WorldSetup w{.lengths = {40}};
@@ -1017,7 +1017,7 @@ TEMPLATE_TEST_CASE("page_selector: sequences of a batch do not mix",
 
 namespace {
 
-// Keys of noise but for one token, which every query looks for.
+// Keys of noise except for one token, which every query looks for.
 struct Stream {
   static constexpr std::int32_t dim = 8;
   explicit Stream(std::int32_t n) : needle(n) {}
@@ -1048,7 +1048,7 @@ TEST_CASE("page_selector: 20,000 generated tokens stay within the pages of the b
           "[page][decode]") {
   constexpr std::int32_t budget = 256, page_size = 16, steps = 20'000, needle = 700;
   constexpr std::int32_t most = pages_for(budget, page_size) + 1;
-  // The pool has not a page more.
+  // The pool has not one page more.
   PagedCache cache({.pages = most,
                     .page_size = page_size,
                     .kv_heads = 2,

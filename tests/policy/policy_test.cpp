@@ -35,7 +35,7 @@ namespace {
 template <class P>
 struct Case {
   P policy;
-  std::int32_t budget;  // nothing goes while there are at most so many rows
+  std::int32_t budget;  // nothing goes while there are at most this many rows
   std::int32_t sinks;   // first rows that always stay
   std::int32_t recent;  // last rows that always stay
   bool by_score = true;

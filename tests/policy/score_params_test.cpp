@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What parameters of scores say of themselves, and that every policy made of them listens.
+// What parameters of scores say about themselves, and that every policy made from them obeys it.
 #include <kvtrim/policy/accumulate_params.hpp>
 #include <kvtrim/policy/ada_kv.hpp>
 #include <kvtrim/policy/chunk_kv.hpp>

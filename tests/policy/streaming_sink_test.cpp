@@ -161,7 +161,7 @@ TEST_CASE("streaming: pages on a cache moves no byte and keeps what the pages' a
   }
 }
 
-TEST_CASE("streaming: a hard budget is never exceeded but where not one page fits",
+TEST_CASE("streaming: a hard budget is never exceeded, except where not one page fits",
           "[streaming][property]") {
   for (std::int32_t page_size = 1; page_size <= 5; ++page_size) {
     for (std::int32_t sinks = 0; sinks <= 5; ++sinks) {
@@ -191,7 +191,7 @@ TEST_CASE("streaming: a hard budget is never exceeded but where not one page fit
   }
 }
 
-TEST_CASE("streaming: under a hard budget one page more of window never fits",
+TEST_CASE("streaming: under a hard budget, one more page of window never fits",
           "[streaming][property]") {
   const StreamingSink policy({.sinks = 4, .recent = 12, .hard_budget = 16});
   for (std::int32_t live = 17; live < 60; ++live) {

@@ -59,7 +59,7 @@ TEST_CASE("eval data: prompts are chosen by length, then cut to the limit", "[pr
                     ContainsSubstring(path + " has no prompt of 4 tokens"));
 }
 
-TEST_CASE("eval data: a line that is no prompt is named by file and line", "[program][edge]") {
+TEST_CASE("eval data: a line that is not a prompt is named by file and line", "[program][edge]") {
   const Folder folder;
   const std::string begin = folder.file("n") + " line 3: ";
   const auto refused = [&](const std::string& line, const std::string& why) {
@@ -131,7 +131,7 @@ TEST_CASE("eval data: a sample must leave something to read and something to pre
                     ContainsSubstring("prefill 1 of 0 ids"));
 }
 
-TEST_CASE("eval data: samples of a text are evenly spaced, first at its begin, last at its end",
+TEST_CASE("eval data: samples are evenly spaced, first at the text's beginning, last at its end",
           "[program]") {
   std::vector<Token> text(103);
   std::iota(text.begin(), text.end(), 0);

@@ -293,7 +293,7 @@ TEST_CASE("generate: the model's context ends the text, and with --in-cache it d
   }
 }
 
-TEST_CASE("generate: a file that is no model it can run is one line that names it",
+TEST_CASE("generate: for a file that is not a model it can run, one line names it",
           "[program][edge]") {
   const Folder folder;
   const auto refused = [&](const std::string& path, const std::string& why) {

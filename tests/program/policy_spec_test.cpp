@@ -129,7 +129,7 @@ TEST_CASE("policy spec: h2o's recent is a share of the budget below 1 and rows f
   CHECK(h2o(":recent=0,grace=3").recent == 0);
 }
 
-TEST_CASE("policy spec: greedy h2o has no recent window unless asked", "[program][edge]") {
+TEST_CASE("policy spec: greedy h2o has no recent window by default", "[program][edge]") {
   CHECK(h2o(":mode=greedy").recent == 0);
   CHECK(h2o(":mode=greedy").heavy == 100);
   CHECK_THROWS_WITH(make("h2o:mode=greedy,recent=5"), ContainsSubstring("greedy has no window"));
@@ -253,7 +253,7 @@ TEST_CASE("policy spec: sizes out of range are refused when it is read", "[progr
   CHECK_THROWS_WITH(PolicySpec("h2o:budget=2147483648"), ContainsSubstring("is not within 1"));
 }
 
-TEST_CASE("policy spec: a part that is no key=value, and a key given twice, are refused",
+TEST_CASE("policy spec: a part that is not key=value, and a key given twice, are refused",
           "[program][edge]") {
   CHECK_THROWS_WITH(PolicySpec("h2o:recent"), ContainsSubstring("'recent' is not key=value"));
   CHECK_THROWS_WITH(PolicySpec("h2o:recent="), ContainsSubstring("'recent=' is not key=value"));

@@ -465,7 +465,7 @@ TEST_CASE("retention: a --json path that cannot be written is refused before the
                     "cannot write " + s.folder.file("sub"));
 }
 
-TEST_CASE("retention: a model that it cannot run is one line that names it, and leaves no file",
+TEST_CASE("retention: for a model that it cannot run, one line names it, and no file is left",
           "[program][edge]") {
   Setting s;
   const auto refused = [&](const std::string& path, const std::string& why) {

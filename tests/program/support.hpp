@@ -32,7 +32,7 @@ inline std::string read_text(const std::string& path) {
   return {std::istreambuf_iterator<char>(in), std::istreambuf_iterator<char>()};
 }
 
-/// A folder of its own, gone with the object.
+/// A temporary folder, removed with the object.
 class Folder {
  public:
   Folder() {

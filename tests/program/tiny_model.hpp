@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// A model small enough that a program run with it takes milliseconds: one token a byte, random weights, 200 positions. It says
-// printable ASCII only, because all other tokens have embeddings of 0, and these are the output matrix, too.
+// A model small enough that a program run with it takes milliseconds: one token per byte, random weights, 200 positions. It
+// outputs printable ASCII only, because all other tokens have embeddings of 0, which are the output matrix too.
 
 #include <cstddef>
 #include <cstdint>

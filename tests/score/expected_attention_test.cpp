@@ -428,7 +428,7 @@ TEST_CASE(
   CHECK(refused([](Rope& r) { r.offset = 2; }));
   CHECK(refused([](Rope& r) { r.inverse_frequencies = r.inverse_frequencies.first(3); }));
   CHECK(refused([](Rope& r) { r.kind = RopeKind::dynamic_ntk; }));
-  view.layers = 2;  // frequencies a layer, but of one layer only
+  view.layers = 2;  // frequencies per layer, yet of one layer only
   CHECK(refused([](Rope& r) { r.same_for_all_layers = false; }));
   view.layers = 1;
   CHECK_FALSE(refused([](Rope& r) { r.same_for_all_layers = false; }));

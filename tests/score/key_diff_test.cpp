@@ -178,7 +178,7 @@ TEST_CASE("key_diff: a key that is not finite scores NaN and takes no part", "[k
   const auto got = scores_of(c, 0);
   CHECK(distance(got, reference(d, 0)) < 2e-6);
   for (const std::int32_t r : {3, 17, 59}) { CHECK(std::isnan(got[at(r)])); }
-  // What it holds beside that matters to no bit.
+  // What else it holds does not change a bit.
   d.key(3, 0)[5] = 1e30F;
   TestCache other(d);
   CHECK(bits_of(scores_of(other, 0)) == bits_of(got));

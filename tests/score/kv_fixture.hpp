@@ -60,7 +60,7 @@ inline KvData make_kv(std::int32_t kv_heads,
   return d;
 }
 
-/// A cache with one sequence of interest; every byte that nobody wrote is a NaN.
+/// A cache with one sequence of interest; every byte that was never written is a NaN.
 class KvCache {
  public:
   explicit KvCache(const KvData& d, const CacheOptions& o = {}) : cache_(params_of(d, o)) {
@@ -158,7 +158,7 @@ void for_each_place(const KvData& d, F&& f) {
     }
   }
   KvCache per_head(d, {.page_size = 16, .scope = TableScope::head});
-  INFO("a table a head");
+  INFO("one table per head");
   f(per_head);
 }
 

@@ -76,7 +76,7 @@ std::vector<double> reference(const KvData& d, std::int32_t h, const LagKVParams
       for (std::int32_t j = first; j < first + p.lag; ++j) {
         const double other = (k[at(j)] + v[at(j)]) / 2;
         const double gap = other - mine;
-        // Equal but for rounding: the lower position has the higher rank.
+        // Equal except for rounding: the lower position has the higher rank.
         const bool equal = std::fabs(gap) < 1e-12;
         below += std::isnan(other) || (equal ? j > t : gap < 0) ? 1 : 0;
       }

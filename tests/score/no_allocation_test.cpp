@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Counts what malloc and its kin are asked for while scores are made: operator new, and Eigen's aligned memory too,
-// end there. A sanitizer has a malloc of its own, so these tests are only there without one.
+// Counts calls of malloc and its kin while scores are made: operator new and Eigen's aligned memory end there too. A
+// sanitizer has its own malloc, so these tests exist only without one.
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 #  define KVTRIM_TEST_COUNTS_MALLOC 0
 #elif defined(__has_feature)
@@ -136,7 +136,7 @@ TEST_CASE("no_allocation: the counter sees new, aligned new and Eigen's products
 }
 
 TEST_CASE("no_allocation: scores, sums and selection allocate nothing", "[no_allocation]") {
-  // 16 query heads a KV head, 32 rows of them: 512 query rows of up to 1 KiB.
+  // 16 query heads per KV head, 32 rows of each: 512 query rows of up to 1 KiB.
   for (const std::int32_t dim : {64, 256}) {
     for (const DType dtype : {DType::f32, DType::f16, DType::bf16}) {
       const Data d = make_data(1, 16, dim, 300, 60);

@@ -90,7 +90,7 @@ TEST_CASE("output_norm: a value that is not finite scores NaN, the others as bef
   CHECK(bits_of(after) == bits_of(before));
   CHECK(std::isnan(
       scores_in(rescaled(KeyNormParams{}), world.view(), world.observation(), 0, 1, 0)[7]));
-  // Weights that are not finite are no vote for anybody: NaN for all rows of the group's KV head.
+  // Weights that are not finite say nothing about any row: NaN for all rows of the group's KV head.
   Observation obs = world.observation();
   std::vector<float> w(at(2 * 6 * 6 * 10), 1.0F);
   w[at((6 + 1) * 60 + 5)] = nan_f;  // layer 1, query head 1, which is of KV head 0

@@ -59,7 +59,7 @@ void check_plane(const Scores& scores, MethodWorld& world, std::int32_t s) {
 
 }  // namespace
 
-TEMPLATE_TEST_CASE("row_local: scores made once a row equal those made anew, over many evictions",
+TEMPLATE_TEST_CASE("row_local: scores made once per row equal recomputed ones, over many evictions",
                    "[row_local][property]",
                    KeyNormParams,
                    QFilterParams,
@@ -152,7 +152,7 @@ TEST_CASE("row_local: no plane, a plane of another type, too little memory: noth
   CHECK(view.score_sums.at<float>(SequenceId{0}, LayerId{0}, HeadId{0}, 19) != before);
 }
 
-TEST_CASE("row_local: what depends on other rows is no row-local scorer", "[row_local]") {
+TEST_CASE("row_local: a scorer that depends on other rows is not row-local", "[row_local]") {
   STATIC_REQUIRE(!RowLocalScorer<KeyDiffScorer>);
   STATIC_REQUIRE(!RowLocalScorer<WindowScorer>);
   STATIC_REQUIRE(!RowLocalScorer<TovaScorer>);

@@ -213,7 +213,7 @@ struct CacheOptions {
   TableScope scope = TableScope::group;
 };
 
-/// A cache with one sequence of interest; every byte that nobody wrote is a NaN.
+/// A cache with one sequence of interest; every byte that was never written is a NaN.
 class TestCache {
  public:
   explicit TestCache(const Data& d, const CacheOptions& o = {})

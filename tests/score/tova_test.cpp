@@ -72,7 +72,7 @@ TEST_CASE("tova: a key that is not finite in one head makes its row NaN, the oth
   for (std::int32_t r = 0; r < 20; ++r) { CHECK(std::isnan(x[at(r)]) == (r == 6)); }
 }
 
-TEST_CASE("tova: no queries, or heads that are no multiple, are a bad observation",
+TEST_CASE("tova: no queries, or heads that are not a multiple, are a bad observation",
           "[tova][edge]") {
   MethodWorld world({});
   REQUIRE(world.append(0, 20) == Status::ok);

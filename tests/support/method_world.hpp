@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// A cache whose every number is a function of what it belongs to, and an observation with all that any method asks for:
+// A cache in which every number is a function of what it belongs to, and an observation with all that any method needs:
 // queries, filters, statistics, W_O, accumulated attention. Whatever moved, the row at a position can be checked.
 
 #include <kvtrim/cache/paged_cache.hpp>
@@ -145,7 +145,7 @@ class MethodWorld {
     return Status::ok;
   }
 
-  /// All that a method may ask for, of the cache as it is now; ready-made scores only where asked for.
+  /// Everything that a method may need, for the cache as it is now; ready-made scores only on request.
   Observation observation(bool with_scores = false) {
     const std::int32_t heads = setup_.kv_heads * setup_.group;
     queries_.clear();

@@ -127,7 +127,7 @@ class PagedWorld {
   }
   std::int32_t ref_count(std::int32_t page) { return cache.pool().ref_count(PageId{page}); }
   std::int32_t in_use() { return cache.pool().in_use(); }
-  /// Every byte of keys and values that somebody's table names.
+  /// Every byte of keys and values that any table names.
   std::vector<std::byte> memory() {
     std::vector<std::byte> out;
     const CacheView v = view();
@@ -147,7 +147,7 @@ class PagedWorld {
     for (const auto& [from, bytes] : written_) { out.insert(out.end(), from, from + bytes); }
     return out;
   }
-  /// The same bytes as the last `memory()`, whoever has the pages now.
+  /// The same bytes as the last `memory()`, whatever owns the pages now.
   std::vector<std::byte> memory_again() {
     std::vector<std::byte> out;
     for (const auto& [from, bytes] : written_) { out.insert(out.end(), from, from + bytes); }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// A PagedCache beside a dense copy of every live token, head by head, kept with the standard library alone. The copy
+// A PagedCache and a dense copy of every live token, head by head, kept with the standard library alone. The copy
 // knows what must be live, at which rope position and with which score; `fault()` says in words where the cache differs.
 
 #include <kvtrim/cache/live_rows.hpp>
@@ -65,7 +65,7 @@ struct KeepRule {
   std::int32_t recent = 0;
   std::int32_t interval = 1;
   bool promote = false;   // rows that left the window since the last cut do not compete
-  bool external = false;  // by `ShadowRow::external`, else by `score`
+  bool external = false;  // by `ShadowRow::external`, otherwise by `score`
 };
 
 class ShadowCache {

@@ -2,7 +2,7 @@
 #pragma once
 
 // A PagedCache whose keys, values and one more sequence plane all say which token, layer and head they belong to, so
-// that a row that was lost, doubled or torn apart shows.
+// that a row that was lost, duplicated or torn apart is noticed.
 
 #include <kvtrim/cache/paged_cache.hpp>
 #include <kvtrim/evict/evict.hpp>

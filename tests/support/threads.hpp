@@ -10,7 +10,7 @@
 
 namespace kvtrim::test {
 
-/// Runs items on three real threads, in no order that anybody could rely on.
+/// Runs items on three real threads, in unspecified order.
 struct Threads {
   static constexpr std::int32_t count = 3;
   std::int32_t workers() const { return count; }

@@ -21,7 +21,7 @@ namespace kvtrim {
 enum class AdaptiveForm : std::uint8_t {
   safeguard,  ///< its best `safeguard * budget` rows stay, the others compete (kvpress)
   floor,  ///< (1 - safeguard) of the rows it wins + `safeguard` of its equal share (the authors' code); exact total
-  floor_rounded,  ///< the same, each head rounded by itself as in that code: the total may be off by half a row a head
+  floor_rounded,  ///< the same, each head rounded on its own as in that code: the total may be off by half a row per head
 };
 
 /// Which heads share one budget.
@@ -37,15 +37,15 @@ enum class AdaptiveOver : std::uint8_t {
 struct AdaptiveParams {
   double safeguard = 0.2;                            ///< within 0 and 1
   AdaptiveForm form = AdaptiveForm::safeguard;       ///< how it is applied
-  AdaptiveOver over = AdaptiveOver::heads_of_layer;  ///< who shares
+  AdaptiveOver over = AdaptiveOver::heads_of_layer;  ///< which heads share
 };
 
 /// One head that takes part.
 struct AdaptiveHead {
   std::span<const std::uint64_t> keys;  ///< `row_key` of its candidates, in any order
-  std::int32_t fixed = 0;               ///< protected rows, which stay whatever the scores
-  std::int32_t budget = 0;              ///< rows it would keep if all got the same
-  std::int32_t rows = 0;                ///< out: rows it keeps, protected ones included
+  std::int32_t fixed = 0;               ///< protected rows, which stay whatever their scores
+  std::int32_t budget = 0;              ///< rows it would keep if all heads got the same
+  std::int32_t rows = 0;                ///< output: rows it keeps, protected ones included
 };
 
 /// Working memory of `adaptive_rows`.
@@ -56,7 +56,7 @@ struct AdaptiveScratch {
   std::span<std::uint64_t> head;    // keys of one head
   std::span<std::int64_t> wins;     // of each head
 
-  /// Takes it for `heads` heads of at most `rows` rows.
+  /// Takes the memory for `heads` heads of at most `rows` rows.
   [[nodiscard]] static AdaptiveScratch take(Arena& arena,
                                             std::int64_t heads,
                                             std::int64_t rows) noexcept {
@@ -72,7 +72,7 @@ struct AdaptiveScratch {
 
 namespace detail {
 
-// The lowest of the `k` highest of `keys`, which change places. \pre 1 <= k <= keys.size()
+// The lowest of the `k` highest of `keys`, which are reordered. \pre 1 <= k <= keys.size()
 [[nodiscard]] inline std::uint64_t kth_highest(std::span<std::uint64_t> keys,
                                                std::int64_t k) noexcept {
   const auto at = keys.begin() + (static_cast<std::ptrdiff_t>(keys.size()) - k);
@@ -80,8 +80,8 @@ namespace detail {
   return *at;
 }
 
-// wins[i] = candidates of head i, above its `limit`s excluded, among the `k` best of all heads. Equal scores: the lower
-// position, then the lower head. \pre k is not above the rows that compete
+// wins[i] = candidates of head i among the `k` best of all heads; keys at or above the head's limit do not compete.
+// Equal scores: the lower position, then the lower head. \pre k is not above the number of rows that compete
 template <class Limit>
 void count_wins(std::span<const AdaptiveHead> heads,
                 std::int64_t k,
@@ -120,15 +120,15 @@ void count_wins(std::span<const AdaptiveHead> heads,
 /// Shares the sum of the heads' budgets among them by their scores.
 ///
 /// \param[in,out] heads  `rows` is written: at least `fixed`, at most `fixed` + candidates. Their sum is the sum of the
-///   budgets, or all rows where these are fewer, or the protected rows where these are more
-/// \param scratch  taken for so many heads and rows
-/// \pre `heads` has less than 2^32 elements, and all candidates together less than 2^31
+///   budgets, or all rows if there are fewer, or the protected rows if there are more
+/// \param scratch  taken for at least as many heads and rows
+/// \pre there are fewer than 2^32 heads, and fewer than 2^31 candidates in all of them together
 /// \par Ties
 /// the lower position, then the lower head. NaN: lowest class
 /// \par Complexity
 /// O(candidates) on average, O(heads^2) for the remainders of the floor forms; no allocation
 /// \par Source
-/// Feng et al., 2024, arXiv:2407.11550; differs: `floor` hands out by largest remainder what rounding leaves
+/// Feng et al., 2024, arXiv:2407.11550; differs: `floor` hands out what rounding leaves, by largest remainder
 inline void adaptive_rows(const AdaptiveParams& params,
                           std::span<AdaptiveHead> heads,
                           const AdaptiveScratch& scratch) noexcept {
@@ -146,7 +146,7 @@ inline void adaptive_rows(const AdaptiveParams& params,
     return h.fixed + candidates(h) - h.rows;
   };
   if (params.form == AdaptiveForm::safeguard) {
-    // The best of each head first: they stay unless there is not even room for them.
+    // The best rows of each head come first: they stay unless there is no room even for them.
     std::int64_t left = total;
     for (AdaptiveHead& h : heads) {
       const auto safe = static_cast<std::int64_t>(h.budget * params.safeguard) - h.fixed;
@@ -154,8 +154,8 @@ inline void adaptive_rows(const AdaptiveParams& params,
       h.rows = h.fixed + static_cast<std::int32_t>(own);
       left -= own;
     }
-    // The lowest key of each head's safe rows; what is below competes. `head` holds one head's keys at a time, so the
-    // limits are kept in `rows`' place: the threshold is found twice, which O(candidates) pays for.
+    // The lowest key of each head's safe rows; what is below competes. `head` holds the keys of one head at a time, so
+    // limits are not stored but derived from `rows` when needed: twice, which is still O(candidates).
     const auto limit = [&](std::size_t i) {
       const AdaptiveHead& h = heads[i];
       if (h.rows == h.fixed) { return ~std::uint64_t{0}; }
@@ -188,7 +188,7 @@ inline void adaptive_rows(const AdaptiveParams& params,
     left -= h.rows - h.fixed;
   }
   if (params.form == AdaptiveForm::floor_rounded) { return; }
-  while (left > 0) {  // to whom most is due; a head without room passes
+  while (left > 0) {  // the head with most still due; one without room passes
     std::size_t next = heads.size();
     double most = 0;
     for (std::size_t i = 0; i < heads.size(); ++i) {
@@ -199,7 +199,7 @@ inline void adaptive_rows(const AdaptiveParams& params,
       }
     }
     AdaptiveHead& h = heads[next];
-    // One row, or as many as it is behind.
+    // One row, or as many as it lags behind.
     const auto rows = std::clamp<std::int64_t>(
         static_cast<std::int64_t>(most), 1, std::min<std::int64_t>(left, room(h)));
     h.rows += static_cast<std::int32_t>(rows);

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Early layers keep more, deep ones less, in equal steps. The published codes round each layer by itself, so that the
-// layers together keep more than was asked for (up to 27 % at small budgets); the exact form hands out what rounding left.
+// Early layers keep more, deep ones less, in equal steps. The published implementations round each layer on its own, so
+// that the layers together keep too much (up to 27 % at small budgets); the exact form hands out what rounding leaves.
 
 #include <kvtrim/core/types.hpp>
 
@@ -21,22 +21,22 @@ enum class PyramidForm : std::uint8_t {
 
 /// Budgets that fall from the first layer to the last.
 struct Pyramid {
-  std::int32_t budget = 1024;             ///< rows a layer keeps on average, the window's included
-  std::int32_t window = 32;               ///< rows that every layer keeps
-  std::int32_t beta = 20;                 ///< the last layer has 1/beta of the average
-  std::int32_t layers = 1;                ///< of the model
+  std::int32_t budget = 1024;  ///< rows that a layer keeps on average, the window's included
+  std::int32_t window = 32;    ///< rows that every layer keeps
+  std::int32_t beta = 20;      ///< the last layer keeps 1/beta of the average
+  std::int32_t layers = 1;     ///< layers of the model
   PyramidForm form = PyramidForm::exact;  ///< whose arithmetic
 
-  /// Rows that layer `layer` keeps of `live`, the window's included.
+  /// Rows of `live` that layer `layer` keeps, the window's included.
   ///
-  /// \returns within 0 and `live`. The exact form never rises from a layer to the next, and its sum over the layers is
+  /// \returns between 0 and `live`. The exact form never rises from one layer to the next, and its sum over the layers is
   ///   layers * min(budget, live)
   /// \pre `layers >= 1`, `beta >= 1`, `0 <= layer < layers`, `window >= 0`
   /// \par Complexity
-  /// O(layers) for the exact form, else O(1)
+  /// O(layers) for the exact form, O(1) otherwise
   /// \par Source
-  /// Cai et al., 2024, arXiv:2406.02069 (PyramidKV); differs: the paper's window takes part in the pyramid; here, as in the
-  /// published codes, the window is kept beside it
+  /// Cai et al., 2024, arXiv:2406.02069 (PyramidKV); differs: in the paper the window is part of the pyramid; here, as in
+  /// the published implementations, it comes on top of it
   [[nodiscard]] std::int32_t rows(std::int32_t live, std::int32_t layer) const noexcept;
 };
 
@@ -63,7 +63,7 @@ namespace detail {
   return static_cast<std::int32_t>(std::nearbyint(high - layer * step));
 }
 
-// KVCache-Factory's, whole numbers throughout.
+// KVCache-Factory's budget, in integers throughout.
 [[nodiscard]] constexpr std::int32_t kvcache_factory_pyramid(const Pyramid& p,
                                                              std::int32_t live,
                                                              std::int32_t layer) noexcept {
@@ -78,7 +78,7 @@ namespace detail {
   return high - layer * ((high - low) / (p.layers - 1)) + p.window;
 }
 
-// A sequence of equal steps with the mean `share`, none above `most`; in units of 1 / (beta * (layers - 1)).
+// A sequence of equal steps with mean `share` and no value above `most`; in units of 1 / (beta * (layers - 1)).
 [[nodiscard]] constexpr std::int32_t exact_pyramid(const Pyramid& p,
                                                    std::int32_t share,
                                                    std::int32_t most,
@@ -92,7 +92,7 @@ namespace detail {
   const std::int64_t low = 2 * std::int64_t{share} * p.beta - high;
   const auto units_of = [&](std::int64_t l) { return high * steps - l * (high - low); };
   std::int64_t left = std::int64_t{p.layers} * share;
-  std::int32_t ahead = 0;  // layers that are served before this one when the rest is handed out
+  std::int32_t ahead = 0;  // layers that come before this one when the remainder is handed out
   const std::int64_t own = units_of(layer) % unit;
   for (std::int32_t l = 0; l < p.layers; ++l) {
     left -= units_of(l) / unit;
@@ -128,9 +128,9 @@ inline std::int32_t Pyramid::rows(std::int32_t live, std::int32_t layer) const n
 /// \param tokens   rows of the prompt
 /// \param removed  fraction removed, averaged over the layers
 /// \param window   rows of the observation window, kept in every layer
-/// \param beta     steepness: the deepest layer has 1/beta of the average, before the correction for short prompts
+/// \param beta     steepness: the deepest layer keeps 1/beta of the average, before the correction for short prompts
 /// \param layer    0..layers-1
-/// \returns rows, the window's included; a fallback of equal budgets where the pyramid does not fit
+/// \returns rows, the window's included; equal budgets where the pyramid does not fit
 /// \pre `layers >= 1 && beta > 0`
 /// \par Complexity
 /// O(1)

@@ -18,8 +18,8 @@ namespace detail {
 }
 }  // namespace detail
 
-/// Rows to keep of `rows` when the fraction `removed` goes: the nearest integer of `rows * (1 - removed)`, halves up,
-/// at least 1 where there is a row at all.
+/// Rows to keep of `rows` when the fraction `removed` goes: `rows * (1 - removed)` rounded to the nearest integer, halves
+/// up, and at least 1 if there is any row.
 ///
 /// \param rows     live rows, >= 0
 /// \param removed  fraction removed, 0..1, read as a decimal of up to nine digits
@@ -40,20 +40,20 @@ namespace detail {
 
 /// Rows to keep as kvpress counts them: `rows * (1 - removed)` in double, truncated. For comparisons only.
 ///
-/// \returns may be 0, and one less than exact: (10, 0.9) gives 0, (1000, 0.8) gives 199
+/// \returns a count that may be 0, or one less than exact: (10, 0.9) gives 0, (1000, 0.8) gives 199
 /// \par Source
 /// kvpress 0.5.5, `ScorerPress`; as written
 [[nodiscard]] constexpr std::int32_t kvpress_rows(std::int32_t rows, double removed) noexcept {
   return static_cast<std::int32_t>(static_cast<double>(rows) * (1.0 - removed));
 }
 
-/// Says how many rows a (layer, KV head) may keep, protected rows included. Knows nothing of scores.
+/// Says how many rows a (layer, KV head) may keep, protected rows included. Knows nothing about scores.
 ///
 /// | expression     | returns           | meaning                          |
 /// |----------------|-------------------|----------------------------------|
 /// | `b.rows(live)` | to `std::int32_t` | rows to keep of `live` live rows |
 ///
-/// Semantics the compiler cannot check: not negative, not above `live`, monotone in `live`.
+/// Semantics the compiler cannot check: the result is not negative, not above `live`, and monotone in `live`.
 template <class B>
 concept Budget = requires(const B& b, std::int32_t live) {
   { b.rows(live) } noexcept -> std::convertible_to<std::int32_t>;

@@ -18,22 +18,22 @@ namespace kvtrim {
 ///
 /// A row r of (sequence, layer, KV head) is entry `(r + first_row) / page_size` of its table, slot
 /// `(r + first_row) % page_size`. Rows are numbered 0..live-1, except for a hole (`SequenceState::append_row`) that the
-/// overwriting way of removal leaves until the next append fills it.
+/// (`SequenceState::append_row`), which the next append fills.
 struct CacheView {
-  Plane k{};                   ///< keys
-  Plane v{};                   ///< values; its head_dim may differ
-  Plane unrotated_keys{};      ///< keys before RoPE, moved with the rows; a null base: none
-  std::int32_t page_size = 0;  ///< rows a page
-  std::int32_t pages = 0;      ///< pages of the pool: ids are below this
-  std::int32_t kv_heads = 0;   ///< KV heads a layer
-  std::int32_t layers = 1;     ///< layers
-  std::int32_t sequences = 0;  ///< sequences
+  Plane k{};                             ///< keys
+  Plane v{};                             ///< values; its head_dim may differ
+  Plane unrotated_keys{};                ///< keys before RoPE, moved with the rows; null base: none
+  std::int32_t page_size = 0;            ///< rows per page
+  std::int32_t pages = 0;                ///< pages in the pool: ids are below this
+  std::int32_t kv_heads = 0;             ///< KV heads per layer
+  std::int32_t layers = 1;               ///< layers
+  std::int32_t sequences = 0;            ///< sequences
   TableScope scope = TableScope::group;  ///< what one table serves
   PageTable table{};                     ///< the tables
   const std::int32_t* lengths =
-      nullptr;  ///< live rows, indexed by `length_rows`; null: `states` has them
+      nullptr;  ///< live rows, indexed by `length_rows`; null: taken from `states`
   const std::int32_t* last_page_len =
-      nullptr;           ///< CSR: rows in the last page, by table row, in place of `lengths`
+      nullptr;           ///< CSR: rows in the last page, by table row, instead of `lengths`
   RowMap length_rows{};  ///< index of a length
   const std::int32_t* first_rows = nullptr;  ///< [sequences] left padding in rows; null: none
   SequenceState* states = nullptr;  ///< [sequences, tables_per_sequence]; null: fresh prompts
@@ -43,16 +43,16 @@ struct CacheView {
   SequencePlane score_sums{};       ///< float, accumulated scores; absent if no policy needs them
   SequencePlane score_compensations{};  ///< float, rounding error of `score_sums`
   const PagePlane* page_planes =
-      nullptr;                        ///< [page_plane_count] more data that moves with the rows
+      nullptr;                        ///< [page_plane_count] further data that moves with the rows
   std::int32_t page_plane_count = 0;  ///< how many
-  const SequencePlane* more_planes = nullptr;  ///< [more_plane_count] more data indexed by row
+  const SequencePlane* more_planes = nullptr;  ///< [more_plane_count] further data indexed by row
   std::int32_t more_plane_count = 0;           ///< how many
 
   /// Tables of one sequence: 1, layers, or layers * kv_heads.
   [[nodiscard]] KVTRIM_HOST_DEVICE constexpr std::int32_t tables_per_sequence() const noexcept {
     return tables_of(scope, layers, kv_heads);
   }
-  /// Which of them serves (layer, KV head).
+  /// Index of the table that serves (layer, KV head).
   [[nodiscard]] KVTRIM_HOST_DEVICE constexpr std::int32_t table_of(LayerId l,
                                                                    HeadId h) const noexcept {
     return kvtrim::table_of(scope, kv_heads, l, h);
@@ -83,12 +83,12 @@ struct CacheView {
       return n == 0 ? 0 : (n - 1) * page_size + last_page_len[table.rows(s, l, h)];
     }
     if (lengths != nullptr) { return lengths[length_rows(s, l, h)]; }
-    // Not through `state`, which asks here: functions that call each other stay calls in a kernel.
+    // Not through `state`, which calls this function: functions that call each other are not inlined in a kernel.
     return states == nullptr ? 0
                              : states[raw(s) * tables_per_sequence() + table_of(l, h)].live_rows;
   }
 
-  /// State of (sequence, layer, KV head); where the engine keeps none, that of a prompt never evicted from.
+  /// State of (sequence, layer, KV head); where the engine keeps none, that of a prompt from which nothing was evicted.
   [[nodiscard]] KVTRIM_HOST_DEVICE SequenceState state(SequenceId s,
                                                        LayerId l,
                                                        HeadId h) const noexcept {
@@ -113,7 +113,7 @@ struct CacheView {
     return positions ? positions.at<Position>(s, l, h, r) : Position{r};
   }
 
-  /// What the key of row `r` is rotated to.
+  /// Rope position of row `r`: what its key is rotated to.
   [[nodiscard]] KVTRIM_HOST_DEVICE std::int32_t rope_position(SequenceId s,
                                                               LayerId l,
                                                               HeadId h,
@@ -156,7 +156,7 @@ struct CacheView {
 static_assert(std::is_trivially_copyable_v<CacheView>);
 
 namespace detail {
-/// A view whose keys are the values of `view`: what walks keys can walk values, they are a plane and a table too.
+/// A view whose keys are the values of `view`: code that walks keys can then walk values, which are a plane and a table too.
 [[nodiscard]] inline CacheView value_view(const CacheView& view) noexcept {
   CacheView values = view;
   values.k = view.v;

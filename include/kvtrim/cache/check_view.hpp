@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// What a view must be before a byte of it is trusted. Strides are checked once, by a constructor-like function that
-// throws; tables and lengths change with every step and are checked by status values.
+// What must hold before a byte of a view is trusted. Strides are checked once, by a constructor-like function that
+// throws; tables and lengths change with every step, so their check returns a status.
 
 #include <kvtrim/cache/cache_view.hpp>
 #include <kvtrim/core/error.hpp>
@@ -16,7 +16,7 @@
 
 namespace kvtrim {
 
-/// What is wrong with a view, and where. `sequence` -1: nothing is.
+/// What is wrong with a view, and where. `sequence` -1: nothing is wrong.
 struct ViewFault {
   Status status = Status::ok;
   std::int32_t sequence = -1;
@@ -27,7 +27,7 @@ struct ViewFault {
 
 namespace detail {
 
-// Strides with their extents, sorted by stride: each must step over all that the smaller ones reach.
+// Strides with their extents, sorted by stride: each must step over everything that the smaller ones reach.
 struct Axis {
   std::int64_t stride;
   std::int64_t extent;
@@ -80,10 +80,10 @@ inline void check_plane(const CacheView& view, const Plane& p, std::string_view 
 
 }  // namespace detail
 
-/// Throws unless the extents and strides of `view` can be those of a cache. Call it once, where the view is made.
+/// Throws unless the extents and strides of `view` can be those of a cache. Call it once, where the view is created.
 ///
 /// \throws std::invalid_argument if an extent is below 1, a base is null, elements overlap, or a layer of one table
-///   has no stride of its own (the text has the numbers)
+///   has no stride of its own (the message gives the numbers)
 /// \par Complexity
 /// O(1)
 inline void check_layout(const CacheView& view) {
@@ -130,10 +130,10 @@ inline void check_layout(const CacheView& view) {
   return 2 * ((static_cast<std::int64_t>(pages) + 63) / 64);
 }
 
-/// Checks what is in the tables: lengths within them, pages within the pool, no page twice.
+/// Checks the contents of the tables: lengths fit them, pages are within the pool, no page occurs twice.
 ///
-/// A page may be in two sequences, or in two tables whose pages lie in the same memory, only where it is not writable.
-/// Nothing beyond the live rows is read, and no entry that only left padding would use: null pages may stand there.
+/// A page may be in two sequences, or in two tables whose pages lie in the same memory, only if it is not writable.
+/// Nothing beyond the live rows is read, nor any entry that only left padding would use: null pages are allowed there.
 ///
 /// \param scratch [check_tables_words(view.pages)]
 /// \returns the first fault, in the order of tables, then sequences
@@ -169,7 +169,7 @@ inline void check_layout(const CacheView& view) {
       if (live == 0) { continue; }
       ViewFault fault;
       const std::int32_t first = view.first_row(s) / view.page_size;
-      // Where every page may be written, none may be seen twice, and whose it is does not matter.
+      // Where every page is writable, none may be seen twice, and its owner does not matter.
       const bool all_writable =
           view.writable.ref_counts == nullptr && view.writable.bits == nullptr;
       const auto visit = [&](std::int32_t entry, PageId p) {
@@ -248,12 +248,12 @@ inline void check_layout(const CacheView& view) {
         if (all_writable) { return pages; }
         return pages ^ (std::uint64_t{(held(k) ? 1U : 0U) | (held(v) ? 2U : 0U)} << 62U);
       };
-      // Three chains by turns: one alone waits for its multiplication.
+      // Three interleaved chains: a single one would wait for its multiplications.
       std::uint64_t c0 = 1;
       std::uint64_t c1 = 2;
       std::uint64_t c2 = 3;
       std::int64_t e = 0;
-      if (all_writable && view.table.v_offset == 0) {  // an entry is all there is: two make a word
+      if (all_writable && view.table.v_offset == 0) {  // only the entry counts: two make a word
         const auto id = [&](std::int64_t entry) {
           return std::uint64_t{static_cast<std::uint32_t>(raw(view.table.page(entries[entry])))};
         };

@@ -87,7 +87,7 @@ class LiveRows {
   bool ordered_ = true;
 };
 
-/// Rows that lie in one page, one after the other.
+/// Consecutive rows in one page.
 struct Run {
   std::int32_t row;    ///< first row
   std::int32_t count;  ///< rows, at least 1
@@ -96,13 +96,13 @@ struct Run {
   Slot slot;           ///< slot of the first row
 };
 
-/// Calls `f(Run)` for all live rows of a KV head, ascending, a page at a time; a hole is left out.
+/// Calls `f(Run)` for all live rows of a KV head, ascending, one page at a time; a hole is skipped.
 ///
 /// \param from  first row looked at
-/// \param to    row behind the last one looked at
+/// \param to    one past the last row looked at
 /// \pre the table names a page for every live row
 /// \par Complexity
-/// O(pages of the rows looked at); no allocation. Nothing beyond the live rows is read, no table entry beyond them either.
+/// O(pages of the rows looked at); no allocation. Nothing beyond the live rows is read, nor any table entry beyond them.
 template <class F>
 void for_each_run(
     const HeadRef& head,

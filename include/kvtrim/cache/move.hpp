@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Moving one row means moving everything that is the row's: key, value, page planes, sequence planes. This is the only
-// place that knows the list, so that nothing can be left behind.
+// Moving one row means moving everything that belongs to it: key, value, page planes, sequence planes. This is the only
+// place that knows the list, so nothing can be left behind.
 
 #include <kvtrim/cache/head_ref.hpp>
 #include <kvtrim/core/removal.hpp>
@@ -20,7 +20,7 @@ struct RowPlace {
   friend bool operator==(const RowPlace&, const RowPlace&) = default;
 };
 
-/// Place of row `r` by the tables as they are.
+/// Place of row `r` according to the current tables.
 [[nodiscard]] inline RowPlace place_of(const HeadRef& head, std::int32_t r) noexcept {
   const auto& [view, s, l, h] = head;
   const std::int32_t at = r + view.first_row(s);
@@ -31,7 +31,7 @@ struct RowPlace {
 
 namespace detail {
 
-// A plane without a head (or layer) stride is common to what shares it: it moves with the first head (or layer) only.
+// A plane without a head (or layer) stride is common to the heads (or layers): it moves with the first one only.
 [[nodiscard]] KVTRIM_HOST_DEVICE constexpr bool moves_with(const CacheView& view,
                                                            const PagePlane& plane,
                                                            LayerId l,
@@ -57,7 +57,7 @@ void for_each_sequence_plane(const CacheView& view, F&& f) noexcept {
 
 }  // namespace detail
 
-/// Bytes that moving one row of (layer, KV head) writes in pages: key, value, page planes.
+/// Bytes that moving one row of (layer, KV head) writes to pages: key, value, page planes.
 [[nodiscard]] KVTRIM_HOST_DEVICE constexpr std::int64_t moved_row_bytes(const CacheView& view,
                                                                         LayerId l,
                                                                         HeadId h) noexcept {
@@ -71,7 +71,7 @@ void for_each_sequence_plane(const CacheView& view, F&& f) noexcept {
   return bytes;
 }
 
-/// Copies all that lies in pages of one row of one KV head to another place.
+/// Copies everything that pages hold of one row of one KV head to another place.
 inline void move_page_data(const HeadRef& head, RowPlace from, RowPlace to) noexcept {
   const auto& [view, s, l, h] = head;
   copy_row(view.k, view.k.row(l, from.k_page, h, from.slot), view.k.row(l, to.k_page, h, to.slot));
@@ -94,7 +94,7 @@ inline void move_page_data(const HeadRef& head, RowPlace from, RowPlace to) noex
 
 namespace detail {
 
-// Where each kept row goes: f(from, to, index in the list), in an order in which no row is overwritten before it is read.
+// Calls f(from, to, index in the list) for each kept row, in an order in which no row is overwritten before it is read.
 template <class F>
 void for_each_target(std::span<const std::int32_t> kept, Removal removal, F&& f) noexcept {
   const auto n = static_cast<std::int32_t>(kept.size());
@@ -117,10 +117,10 @@ void for_each_target(std::span<const std::int32_t> kept, Removal removal, F&& f)
   }
 }
 
-// Blocks to copy, in the order they are given, many at a time. Rows that stay lie far apart, so each copy waits for memory:
-// a branch that is mispredicted between two of them (which page? one run or two?) keeps the second from starting early, and
-// made the moves 1.7 times as long as a loop over addresses worked out before. With the addresses worked out first, and the
-// rows ahead asked for, they take 0.9 of it. Merging neighbouring rows into longer copies did not help.
+// Blocks to copy, in the order given, many at a time. Rows that stay lie far apart, so each copy waits for memory. A branch
+// mispredicted between two copies (which page? one run or two?) keeps the second from starting early: moves then took 1.7
+// times as long as a loop over precomputed addresses. With addresses computed first and rows ahead prefetched, they take
+// 0.9 of that loop's time. Merging neighbouring rows into longer copies did not help.
 class CopyQueue {
  public:
   CopyQueue() = default;
@@ -157,7 +157,7 @@ class CopyQueue {
 
 }  // namespace detail
 
-/// Copies the sequence planes' elements of row `from` to row `to`.
+/// Copies row `from`'s elements of the sequence planes to row `to`.
 inline void move_sequence_data(const HeadRef& head, std::int32_t from, std::int32_t to) noexcept {
   const auto& [view, s, l, h] = head;
   detail::for_each_sequence_plane(view, [&](const SequencePlane& plane) {
@@ -168,7 +168,7 @@ inline void move_sequence_data(const HeadRef& head, std::int32_t from, std::int3
   });
 }
 
-/// Whether some side plane is common to heads or layers that share a table, so that they must all keep the same rows.
+/// Whether a side plane is common to heads or layers that share a table, so that they must all keep the same rows.
 [[nodiscard]] inline bool has_common_planes(const CacheView& view) noexcept {
   bool any = false;
   const auto note = [&](bool heads, bool layers) {

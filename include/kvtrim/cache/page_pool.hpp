@@ -12,7 +12,7 @@
 
 namespace kvtrim {
 
-/// Hands out the pages of one cache and counts who holds them; last released, first handed out.
+/// Hands out the pages of one cache and counts their owners; the page released last is handed out first.
 ///
 /// \par Allocation
 /// in the constructor only.
@@ -58,7 +58,7 @@ class PagePool {
     ++counts_[index(p)];
   }
 
-  /// Takes an owner from page `p`; without owners it is free.
+  /// Removes an owner from page `p`; a page without owners is free.
   ///
   /// \returns whether the page became free
   /// \pre `p` is held
@@ -69,19 +69,19 @@ class PagePool {
     return true;
   }
 
-  /// Owners of page `p`; 0 is free.
+  /// Owners of page `p`; 0: free.
   /// \pre `p` is a page of this pool
   [[nodiscard]] std::int32_t ref_count(PageId p) const noexcept {
     KVTRIM_ASSERT(index(p) < counts_.size());
     return counts_[index(p)];
   }
-  /// Owners of every page, [capacity]; what `Writable` points to.
+  /// Owners of each page, [capacity]; what `Writable` points to.
   [[nodiscard]] const std::int32_t* ref_counts() const noexcept { return counts_.data(); }
   /// Pages not handed out.
   [[nodiscard]] std::int32_t available() const noexcept {
     return static_cast<std::int32_t>(free_.size());
   }
-  /// Pages in all.
+  /// Total number of pages.
   [[nodiscard]] std::int32_t capacity() const noexcept {
     return static_cast<std::int32_t>(counts_.size());
   }

@@ -23,7 +23,7 @@ struct RowMap {
   }
 };
 
-/// The engine's page tables: which pages hold the rows of (sequence, layer, KV head), in order.
+/// The engine's page tables: the pages that hold the rows of (sequence, layer, KV head), in order.
 ///
 /// Dense: row r is `ids[r * row_stride ...]`, at most `max_pages` entries. CSR (`indptr` set): row r is
 /// `ids[indptr[r] .. indptr[r + 1])`. One-token slots are a dense table with page size 1. The ids stay the engine's
@@ -31,12 +31,12 @@ struct RowMap {
 struct PageTable {
   const std::int32_t* ids = nullptr;     ///< page ids of K, and of V where `v_offset` is 0
   const std::int32_t* indptr = nullptr;  ///< CSR row starts, or null
-  RowMap rows{};                         ///< which row serves whom
+  RowMap rows{};                         ///< table row of (sequence, layer, KV head)
   std::int64_t row_stride = 0;           ///< dense: ids between rows
-  std::int32_t max_pages = 0;            ///< dense: entries of a row
+  std::int32_t max_pages = 0;            ///< dense: entries per row
   std::int64_t v_offset = 0;  ///< ids from K's entry to V's (TensorRT-LLM); 0: one id for both
-  std::int32_t null_id = -1;  ///< what stands for no page
-  std::int32_t id_mask = -1;  ///< bits of an entry that are the id (others are flags)
+  std::int32_t null_id = -1;  ///< the id that means "no page"
+  std::int32_t id_mask = -1;  ///< bits of an entry that hold the id (the others are flags)
 
   /// First entry of a row.
   [[nodiscard]] KVTRIM_HOST_DEVICE const std::int32_t* row(SequenceId s,

@@ -2,8 +2,8 @@
 #pragma once
 
 // The embedded cache: for engines without one of their own, for tests and examples. Pages are [kv_heads, page_size, dim]
-// of one or all layers, or [page_size, dim] of one head, by `TableScope`. Over 400 lines: one class, whose operations
-// must keep tables, counts and side planes in step.
+// of one or all layers, or [page_size, dim] of one head, depending on `TableScope`. Over 400 lines: one class, whose
+// operations must keep tables, counts and side planes in step.
 
 #include <kvtrim/cache/cache_view.hpp>
 #include <kvtrim/cache/move.hpp>
@@ -24,7 +24,7 @@
 
 namespace kvtrim {
 
-/// Where the keys or the values of new rows are read from: [n, kv_heads, dim] floats.
+/// Where the keys or values of new rows are read from: [n, kv_heads, dim] floats.
 struct RowSource {
   const float* data = nullptr;    ///< token 0, KV head 0
   std::int64_t token_stride = 0;  ///< floats between tokens; 0: kv_heads * dim
@@ -41,16 +41,16 @@ class PagedCache {
  public:
   /// What a cache is made of.
   struct Params {
-    std::int32_t pages = 0;                ///< pages of the pool
-    std::int32_t page_size = 16;           ///< rows a page
+    std::int32_t pages = 0;                ///< pages in the pool
+    std::int32_t page_size = 16;           ///< rows per page
     std::int32_t layers = 1;               ///< layers
-    std::int32_t kv_heads = 1;             ///< KV heads a layer
+    std::int32_t kv_heads = 1;             ///< KV heads per layer
     std::int32_t key_dim = 0;              ///< features of a key
-    std::int32_t value_dim = 0;            ///< features of a value; 0: as the keys
+    std::int32_t value_dim = 0;            ///< features of a value; 0: same as the keys
     DType dtype = DType::f32;              ///< f32, f16 or bf16
-    TableScope scope = TableScope::group;  ///< what one page table, and so one page, serves
+    TableScope scope = TableScope::group;  ///< what one page table, and hence one page, serves
     std::int32_t max_sequences = 1;        ///< sequences alive at the same time
-    std::int32_t max_rows = 0;             ///< rows a table can hold; 0: as many as the pool
+    std::int32_t max_rows = 0;             ///< rows that a table can hold; 0: as many as the pool
     bool scores = false;                   ///< planes for accumulated scores (`HeavyHitter`)
     bool unrotated_keys =
         false;  ///< also keep keys before RoPE, for in-cache positions of 16-bit keys
@@ -84,7 +84,7 @@ class PagedCache {
 
   PagedCache(const PagedCache&) = delete;
   PagedCache& operator=(const PagedCache&) = delete;
-  /// Moves the cache; views of it stay valid, the source may only be destroyed.
+  /// Moves the cache. Views of it stay valid; the source may only be destroyed.
   PagedCache(PagedCache&&) = default;
   PagedCache& operator=(PagedCache&&) = default;
   ~PagedCache() = default;
@@ -179,9 +179,9 @@ class PagedCache {
     }
   }
 
-  /// Reserves `n` rows in all layers for the next `n` tokens, all or nothing. Then `write` them, layer by layer.
+  /// Reserves `n` rows in all layers for the next `n` tokens, all or nothing. `write` them afterwards, layer by layer.
   ///
-  /// Rows get their positions, and scores of 0. A shared last page is copied first.
+  /// The rows get their positions and scores of 0. A shared last page is copied first.
   ///
   /// \returns `ok`; `out_of_pages`, `too_many_rows` or `no_such_sequence`: nothing was changed
   /// \par Complexity
@@ -204,7 +204,7 @@ class PagedCache {
     return Status::ok;
   }
 
-  /// Writes key and value of the rows that the last `try_extend` reserved, in `layer`, rounded to the cache's dtype.
+  /// Writes the keys and values of the rows that the last `try_extend` reserved, in `layer`, rounded to the cache's dtype.
   ///
   /// \param keys      [n, kv_heads, key_dim], rotated as attention uses them
   /// \param values    [n, kv_heads, value_dim]
@@ -237,17 +237,17 @@ class PagedCache {
 
   /// Forgets the tokens from position `next` on, so that the next token is at `next`.
   ///
-  /// Where slot order is no longer position order, rows move within the sequence's own pages.
+  /// If slot order is no longer position order, rows move within the sequence's own pages.
   ///
   /// \returns `ok` (also when there is nothing to forget); `unequal_budget` if heads of one table would be left with
-  ///   different counts, `shared_page` if a shared page would have to be written: nothing was changed
+  ///   different counts, `shared_page` if a shared page would have to be written: in both cases nothing was changed
   /// \pre `next` is not negative
   Status try_truncate(SequenceId s, Position next) noexcept {
     KVTRIM_ASSERT(raw(next) >= 0);
     if (!alive(s)) { return Status::no_such_sequence; }
     if (next >= next_position(s)) {
       return Status::ok;
-    }  // rows and shared pages are left alone, a hole too
+    }  // rows, shared pages and any hole are left alone
     const CacheView all = view();
     for (std::int32_t t = 0; t < tables_; ++t) {
       if (const Status status = truncated_rows(all, s, t, next).status; status != Status::ok) {
@@ -258,22 +258,22 @@ class PagedCache {
     return Status::ok;
   }
 
-  /// Forgets the last `n` tokens; more than there are forgets all. See `try_truncate`.
+  /// Forgets the last `n` tokens, or all if there are fewer. See `try_truncate`.
   Status try_remove_last(SequenceId s, std::int32_t n) noexcept {
     if (!alive(s)) { return Status::no_such_sequence; }
     return try_truncate(s, Position{std::max(0, raw(next_position(s)) - n)});
   }
 
-  /// View of all `max_sequences` sequences; those not alive have no rows.
+  /// View of all `max_sequences` sequences; those that are not alive have no rows.
   [[nodiscard]] CacheView view() noexcept { return view_of(0, params_.max_sequences); }
-  /// View of sequence `s` alone, which is sequence 0 there.
+  /// View of sequence `s` alone, as sequence 0.
   [[nodiscard]] CacheView view(SequenceId s) noexcept { return view_of(raw(s), 1); }
 
-  /// Live rows of (sequence, layer, KV head): what attention reads, and where slots come from.
+  /// Live rows of (sequence, layer, KV head): what attention reads, and what slots are derived from.
   [[nodiscard]] std::int32_t live_rows(SequenceId s, LayerId l = {}, HeadId h = {}) const noexcept {
     return state(s, l, h).live_rows;
   }
-  /// Position of the next token: tokens seen so far, evicted ones included. The same for all layers.
+  /// Position of the next token: the number of tokens seen, evicted ones included. The same for all layers.
   [[nodiscard]] Position next_position(SequenceId s) const noexcept {
     return Position{state(s).next_position};
   }
@@ -289,18 +289,18 @@ class PagedCache {
                                            HeadId h = {}) const noexcept {
     return states_[table_index(s, table_of(l, h))];
   }
-  /// Page table of (sequence, layer, KV head), [max pages of a table]: live pages first, then -1.
+  /// Page table of (sequence, layer, KV head), [max pages per table]: live pages first, then -1.
   [[nodiscard]] std::span<const std::int32_t> page_table(SequenceId s,
                                                          LayerId l = {},
                                                          HeadId h = {}) const noexcept {
     return {ids_.data() + table_index(s, table_of(l, h)) * index(max_pages_), index(max_pages_)};
   }
 
-  /// The pool. Pages taken from it directly are the caller's.
+  /// The pool. Pages taken from it directly belong to the caller.
   [[nodiscard]] PagePool& pool() noexcept { return pool_; }
   /// The pool, for reading.
   [[nodiscard]] const PagePool& pool() const noexcept { return pool_; }
-  /// What the cache was made of, with the defaults filled in.
+  /// The parameters, with defaults filled in.
   [[nodiscard]] const Params& params() const noexcept { return params_; }
   /// Bytes of keys and values of one page (all layers and heads that a page serves).
   [[nodiscard]] std::int64_t page_bytes() const noexcept {
@@ -322,10 +322,10 @@ class PagedCache {
   /// Drops one reference of a page (`TableSink`).
   bool release(PageId p) noexcept { return pool_.release(p); }
 
-  /// A `TableSink` for plans over a view of this cache, of all sequences or of one.
+  /// A `TableSink` for plans over a view of this cache, either of all sequences or of one.
   class Sink {
    public:
-    /// Stores a table, whose sequence counts from the view's first.
+    /// Stores a table; its sequence is counted from the view's first one.
     void update(TableUpdate u) noexcept {
       u.sequence = SequenceId{raw(u.sequence) + first_};
       cache_->update(u);
@@ -346,7 +346,7 @@ class PagedCache {
   }
 
  private:
-  // Rows reserved by the last extend: a hole first, if there was one, then the tail.
+  // Rows reserved by the last extend: the hole first, if there was one, then the tail.
   struct Write {
     std::int32_t hole = -1;
     std::int32_t begin = 0;
@@ -439,7 +439,7 @@ class PagedCache {
       }
     }
   }
-  // Calls f(entry) for each shared page that an extend by n writes to, ascending or twice never; returns how many.
+  // Calls f(entry) for each shared page that an extend by n writes to, each at most once; returns how many.
   template <class F>
   std::int32_t for_each_shared_target(SequenceId s,
                                       std::int32_t t,
@@ -491,7 +491,7 @@ class PagedCache {
     for (std::int32_t e = pages_for(w.begin, params_.page_size);
          e < pages_for(extent, params_.page_size);
          ++e) {
-      entries[e] = raw(pool_.try_acquire().value_or(null_page));  // counted before: there is one
+      entries[e] = raw(pool_.try_acquire().value_or(null_page));  // counted before
     }
     for_each_head(all, s, t, [&](const HeadRef& head) {
       const LayerId l = head.layer;
@@ -508,7 +508,7 @@ class PagedCache {
     writes_[table_index(s, t)] = w;
     if (fills_hole) {
       state.append_row = -1;
-      // The hole's new row is newer than what follows it.
+      // The new row in the hole is newer than the rows that follow it.
       state.ordered = state.ordered && w.hole == w.begin - 1;
     }
     state.live_rows += n;
@@ -518,7 +518,7 @@ class PagedCache {
     touch(s, t);
   }
 
-  // Rows that stay, the same for every head of the table, and whether that can be done without writing shared pages.
+  // Rows that stay, the same for every head of the table, and whether shared pages can be left unwritten.
   Truncation truncated_rows(const CacheView& all,
                             SequenceId s,
                             std::int32_t t,
@@ -535,7 +535,7 @@ class PagedCache {
       if (!first && kept != result.kept) { result.status = Status::unequal_budget; }
       first = false;
       result.kept = kept;
-      if (last >= kept) {  // rows move down: where to is not known to be private
+      if (last >= kept) {  // rows move down, perhaps into a page that is shared
         for (std::int32_t e = 0; e < pages_for(kept, params_.page_size); ++e) {
           if (pool_.ref_count(PageId{row_of(s, t)[e]}) > 1 && result.status == Status::ok) {
             result.status = Status::shared_page;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// A plane says where an element lies, by strides in bytes, and nothing of shapes: two layouts with equal shapes differ
-// in their strides, so neither can be mistaken for the other. Every offset is 64 bits wide.
+// A plane says where an element lies, by strides in bytes, and nothing about shapes: two layouts with equal shapes
+// differ in their strides, so neither can be mistaken for the other. Every offset is 64 bits wide.
 
 #include <kvtrim/core/dtype.hpp>
 #include <kvtrim/core/error.hpp>
@@ -15,30 +15,30 @@
 
 namespace kvtrim {
 
-/// Extents of a cache whose rows have one size; what the layout factories need.
+/// Extents of a cache whose rows are all of one size; what the layout factories need.
 struct PlaneShape {
-  std::int32_t page_size = 0;  ///< rows a page
-  std::int32_t kv_heads = 0;   ///< KV heads a layer
+  std::int32_t page_size = 0;  ///< rows per page
+  std::int32_t kv_heads = 0;   ///< KV heads per layer
   std::int32_t head_dim = 0;   ///< features of a row
   DType dtype = DType::f32;    ///< element type
 };
 
 /// The keys, or the values, of a paged cache: where element (layer, page, KV head, slot, feature) lies.
 ///
-/// Non-owning and trivially copyable. Strides are in bytes and may be anything that does not make elements overlap.
+/// Non-owning and trivially copyable. Strides are in bytes and may be anything as long as elements do not overlap.
 struct Plane {
   std::byte* base = nullptr;  ///< layer 0, page 0, head 0, slot 0, feature 0
   std::byte* const* layer_bases =
-      nullptr;                    ///< [layers] where layers are separate buffers; else null
-  std::int64_t layer_stride = 0;  ///< bytes between layers; unused with `layer_bases`
-  std::int64_t page_stride = 0;   ///< bytes between pages
-  std::int64_t token_stride = 0;  ///< bytes between slots of a page
-  std::int64_t head_stride = 0;  ///< bytes between KV heads; 0 where each head has pages of its own
-  std::int64_t feature_stride = 0;    ///< bytes between features (of one pack)
-  std::int64_t pack_stride = 0;       ///< bytes between packs of features; unused when `pack` is 1
-  std::int32_t pack = 1;              ///< features a pack (legacy vLLM keys: 16 / element bytes)
-  std::int32_t head_dim = 0;          ///< features of a row
-  DType dtype = DType::f32;           ///< element type
+      nullptr;                      ///< [layers] where layers are separate buffers; otherwise null
+  std::int64_t layer_stride = 0;    ///< bytes between layers; unused with `layer_bases`
+  std::int64_t page_stride = 0;     ///< bytes between pages
+  std::int64_t token_stride = 0;    ///< bytes between slots of a page
+  std::int64_t head_stride = 0;     ///< bytes between KV heads; 0 if each head has its own pages
+  std::int64_t feature_stride = 0;  ///< bytes between features (within a pack)
+  std::int64_t pack_stride = 0;     ///< bytes between packs of features; unused when `pack` is 1
+  std::int32_t pack = 1;            ///< features per pack (legacy vLLM keys: 16 / element bytes)
+  std::int32_t head_dim = 0;        ///< features of a row
+  DType dtype = DType::f32;         ///< element type
   std::int32_t opaque_row_bytes = 0;  ///< bytes of a row when `dtype` is `opaque`
 
   /// First byte of a row: one token of one KV head.
@@ -78,7 +78,7 @@ struct Plane {
     return strided(data, s, row(s), s.page_size * row(s));
   }
 
-  /// `[pages, kv_heads, head_dim / x, page_size, x]`, x = 16 bytes of elements: keys of legacy vLLM.
+  /// `[pages, kv_heads, head_dim / x, page_size, x]`, x elements = 16 bytes: keys of legacy vLLM.
   /// \throws std::invalid_argument if an extent is below 1 or head_dim is not a multiple of x
   [[nodiscard]] static constexpr Plane vllm_packed_keys(void* data, const PlaneShape& s) {
     Plane p = strided(data, s, 16, s.page_size * row(s));
@@ -171,12 +171,12 @@ inline void copy_row(const Plane& plane, const std::byte* from, std::byte* to) n
   }
 }
 
-/// Side data of a page that is shared with it and moves with its rows: scales, un-rotated keys, anything.
+/// Side data of a page, shared with it and moved with its rows: scales, un-rotated keys, anything.
 struct PagePlane {
   std::byte* base = nullptr;      ///< layer 0, page 0, head 0, slot 0
   std::int64_t layer_stride = 0;  ///< bytes
   std::int64_t page_stride = 0;   ///< bytes
-  std::int64_t token_stride = 0;  ///< bytes; 0: one value for the whole page, which stays in place
+  std::int64_t token_stride = 0;  ///< bytes; 0: one value for the whole page, never moved
   std::int64_t head_stride = 0;  ///< bytes; 0: common to all heads, so they must keep the same rows
   std::int64_t row_bytes = 0;    ///< bytes that belong to one row
   bool of_values = false;        ///< follows the V page ids where K and V have their own

@@ -8,7 +8,7 @@
 
 namespace kvtrim {
 
-/// What must be known of one sequence under one page table beyond its rows. Forked, truncated and reset with it.
+/// What must be known about one sequence under one page table beyond its rows. Forked, truncated and reset with it.
 ///
 /// Three numbers that are never mixed: slots come from `live_rows`, the position of the next token from
 /// `next_position`, its rotation from `next_rope_position`.
@@ -17,11 +17,11 @@ struct SequenceState {
   std::int32_t next_position = 0;       ///< tokens seen, evicted ones included
   std::int32_t next_rope_position = 0;  ///< what the next key and query are rotated to
   std::int32_t append_row =
-      -1;  ///< row of the next append when it is a hole among the live rows; else -1
+      -1;  ///< row of the next append if it is a hole among the live rows; otherwise -1
   std::int32_t steps = 0;             ///< extends since the last eviction
-  std::int32_t rows_at_eviction = 0;  ///< live rows just after the last eviction; 0 = never evicted
+  std::int32_t rows_at_eviction = 0;  ///< live rows just after the last eviction; 0: never evicted
   bool ordered = true;                ///< slot order is position order
-  std::uint64_t generation = 0;       ///< raised by every change
+  std::uint64_t generation = 0;       ///< incremented by every change
 
   /// Rows of the table that are or were in use: the live ones and the hole.
   [[nodiscard]] KVTRIM_HOST_DEVICE constexpr std::int32_t extent() const noexcept {

@@ -12,14 +12,14 @@ namespace kvtrim {
 
 /// One page table as it is after an eviction.
 struct TableUpdate {
-  SequenceId sequence;              ///< whose
+  SequenceId sequence;              ///< sequence of the table
   std::int32_t table;               ///< which of the sequence's tables
   LayerId layer;                    ///< first layer it serves
   HeadId head;                      ///< first KV head it serves
   std::span<const PageId> k_pages;  ///< pages of the keys, in order
   std::span<const PageId> v_pages;  ///< pages of the values; the same span where one id serves both
-  std::int32_t pages_before;  ///< entries the table had; those beyond `k_pages` are to be cleared
-  SequenceState state;        ///< live rows, positions and the row of the next append
+  std::int32_t pages_before;        ///< entries the table had; clear those beyond `k_pages`
+  SequenceState state;              ///< live rows, positions and the row of the next append
 };
 
 namespace detail {
@@ -29,12 +29,12 @@ struct TableSinkArchetype {
 };
 }  // namespace detail
 
-/// Takes the result of an eviction into the engine's own tables.
+/// Writes the result of an eviction to the engine's own tables.
 ///
 /// | expression    | returns   | meaning                                                                         |
 /// |---------------|-----------|---------------------------------------------------------------------------------|
 /// | `s.update(u)` | `void`    | store the table's pages, length and state                                       |
-/// | `s.release(p)`| to `bool` | page `p` left one table: drop one reference; whether nobody holds it any longer |
+/// | `s.release(p)`| to `bool` | page `p` left one table: drop one reference; true if nobody holds it any longer |
 ///
 /// Semantics the compiler cannot check: `update` comes before the releases of the same table; releases come tail first.
 template <class S>

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// One function lays a workspace out; run on no memory it says how much it would take. So the size that is asked for
+// One function lays out a workspace; run without memory, it says how much it would take. So the size that is reported
 // and the memory that is used cannot drift apart.
 
 #include <kvtrim/core/types.hpp>
@@ -12,13 +12,13 @@
 
 namespace kvtrim {
 
-/// Hands out aligned arrays of a caller's buffer, one after the other; only counts where there is no buffer.
+/// Hands out aligned arrays from a caller's buffer, one after the other; without a buffer it only counts.
 ///
 /// \par Thread-safety
 /// one thread
 class Arena {
  public:
-  /// Every array starts at a multiple of this, counted from the buffer's first aligned byte.
+  /// Every array starts at a multiple of this, counted from the first aligned byte of the buffer.
   static constexpr std::size_t alignment = 64;
 
   /// An arena that only counts.
@@ -44,10 +44,10 @@ class Arena {
     return {reinterpret_cast<T*>(base_ + begin), static_cast<std::size_t>(count < 0 ? 0 : count)};
   }
 
-  /// Whether all that was taken fits the buffer.
+  /// Whether everything taken so far fits the buffer.
   [[nodiscard]] constexpr bool ok() const noexcept { return base_ != nullptr && used_ <= size_; }
 
-  /// Bytes a buffer of any alignment must have for what was taken so far.
+  /// Bytes that a buffer of any alignment needs for everything taken so far.
   [[nodiscard]] constexpr std::size_t bytes() const noexcept { return used_ + alignment; }
 
  private:

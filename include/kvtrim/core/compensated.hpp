@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// A running fp32 sum with its rounding error beside it. Plain fp32 stops growing at 2^24 unit steps; bf16 at 256. The
-// error goes back into the sum after each add: left to itself (Neumaier's sum) it is a plain fp32 sum of its own, and a
-// million times 0.3 is off by 5e-5. Never compile this with -ffast-math: it would cancel the compensation to zero.
+// A running fp32 sum and its rounding error. Plain fp32 stops growing at 2^24 unit steps, bf16 at 256. The error goes
+// back into the sum after each add: kept apart (Neumaier's sum), it would itself be a plain fp32 sum, and a million times
+// 0.3 would be off by 5e-5. Never compile this with -ffast-math: it would cancel the compensation to zero.
 
 #include <kvtrim/core/types.hpp>
 
@@ -12,8 +12,7 @@ namespace kvtrim {
 /// Adds `x` to the pair (`sum`, `compensation`), whose value is `sum + compensation`.
 ///
 /// \par Complexity
-/// O(1). Relative error of `sum + compensation` below 1e-6 of the exact sum of non-negative addends,
-///   whatever their order, for 1,000,000 addends.
+/// O(1). For 1,000,000 non-negative addends in any order, `sum + compensation` has a relative error below 1e-6.
 /// \par Source
 /// T. J. Dekker, 1971, Numer. Math. 18 (a double-length sum, renormalised); the branch-free two-sum of Knuth
 KVTRIM_HOST_DEVICE constexpr void add_compensated(float& sum,

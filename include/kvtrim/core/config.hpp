@@ -6,7 +6,7 @@
 #include <cassert>
 
 #if defined(__CUDACC__)
-// Inlined always: a call out of a kernel would put its view on the stack.
+// Always inlined: a call from a kernel would put its view on the stack.
 #  define KVTRIM_HOST_DEVICE __host__ __device__ __forceinline__
 #else
 #  define KVTRIM_HOST_DEVICE
@@ -30,7 +30,7 @@
 #  define KVTRIM_ASSERT(...) assert((__VA_ARGS__))
 #endif
 
-// Work that a test counts (tests/counts defines KVTRIM_COUNTS before the first header); nothing elsewhere.
+// Work that a test counts (tests/counts defines KVTRIM_COUNTS before the first header); does nothing elsewhere.
 #ifdef KVTRIM_COUNTS
 #  include <cstdint>
 namespace kvtrim::detail {

@@ -21,7 +21,7 @@ enum class DType : std::uint8_t {
   opaque,  ///< block-quantised rows: moved whole, never scored or rotated
 };
 
-/// Bytes of one element; 0 for `opaque`, whose rows state their own size.
+/// Bytes of one element; 0 for `opaque`, whose planes state the size of a row.
 [[nodiscard]] KVTRIM_HOST_DEVICE constexpr std::int32_t element_bytes(DType t) noexcept {
   switch (t) {
     case DType::f32:
@@ -44,7 +44,7 @@ enum class DType : std::uint8_t {
   return t == DType::f32 || t == DType::f16 || t == DType::bf16;
 }
 
-/// Name of `t` as written in the enumeration.
+/// Name of `t`, spelled as in the enumeration.
 [[nodiscard]] constexpr std::string_view to_string(DType t) noexcept {
   switch (t) {
     case DType::f32:

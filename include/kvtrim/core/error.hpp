@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Every throw of the library is in this file, so that -fno-exceptions has one place to change: there
-// the process ends in std::terminate instead.
+// Every throw of the library is in this file, so that -fno-exceptions changes only this one place: the process then
+// ends in std::terminate instead.
 //
 //   throw_invalid_argument("kvtrim::PagePool: page size {} is below 1", page_size);
 
@@ -21,15 +21,15 @@ namespace kvtrim {
 
 namespace detail {
 
-// Not constexpr: reaching it stops the compilation, and the compiler names it.
+// Not constexpr: reaching it stops the compilation, and the compiler's message names it.
 inline void message_needs_one_value_for_each_pair_of_braces() {}
 
-// The text of a message with `Values` pairs of braces.
+// The text of a message with as many pairs of braces as there are `Values`.
 template <std::size_t Values>
 struct MessageFormat {
   std::string_view text;
 
-  // Implicit: a literal is what the callers write.
+  // Implicit, because callers write a literal.
   consteval MessageFormat(const char* literal) : text(literal) {
     std::size_t pairs = 0;
     for (std::size_t i = 0; i + 1 < text.size(); ++i) {
@@ -75,12 +75,12 @@ template <class T>
 
 }  // namespace detail
 
-/// Throws `std::invalid_argument` with the values written into the text: what a policy or a scorer of your own refuses its
-/// parameters with. Under -fno-exceptions it ends the process.
+/// Throws `std::invalid_argument` with the values written into the text. Your own policies and scorers can refuse their
+/// parameters with it. Under -fno-exceptions it ends the process.
 ///
 /// A constexpr function may call it on a path that no constant expression takes.
 ///
-/// \param format  a literal; each `{}` takes the next value. Another count of values than of `{}` does not compile
+/// \param format  a literal; each `{}` takes the next value. It compiles only if there are as many values as `{}`
 /// \param values  integers, enums (their number), floating-point values, bools or text
 template <class... Values>
 [[noreturn]] KVTRIM_COLD void throw_invalid_argument(

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// The library starts no thread: whoever has a thread pool passes it.
+// The library starts no threads: a caller who has a thread pool passes it in.
 
 #include <kvtrim/core/types.hpp>
 
@@ -20,7 +20,7 @@ struct ExecutorProbe {
 ///
 /// | expression         | returns                     | meaning                                                     |
 /// |--------------------|-----------------------------|-------------------------------------------------------------|
-/// | `e.workers()`      | to `std::int32_t`           | how many items may run at the same time; at least 1         |
+/// | `e.workers()`      | to `std::int32_t`           | number of items that may run at the same time; at least 1   |
 /// | `e.for_each(n, f)` | `void`                      | calls `f(item, worker)` once for each item of [0, n)        |
 ///
 /// Semantics the compiler cannot check: no two calls with the same `worker` (0..workers()-1) run at once, and all calls
@@ -42,7 +42,7 @@ static_assert(Executor<ExecutorArchetype>);
 
 /// Runs the items one after the other on the calling thread.
 struct Serial {
-  /// One.
+  /// Always 1.
   [[nodiscard]] constexpr std::int32_t workers() const noexcept { return 1; }
 
   /// Calls `f(item, 0)` for each item of [0, n), ascending.

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// The one order of scores. Integer operations only, so that host, device and every optimisation level agree
-// (-ffast-math would make a float comparison forget NaN).
+// The only order of scores. Integer operations alone, so that host, device and every optimisation level agree
+// (with -ffast-math, float comparisons would ignore NaN).
 
 #include <kvtrim/core/types.hpp>
 
@@ -11,10 +11,10 @@
 
 namespace kvtrim {
 
-/// Maps a score to an integer that sorts as the score does: higher is kept.
+/// Maps a score to an integer that sorts like the score: higher is kept.
 ///
 /// \param score any float
-/// \returns a key; NaN of any sign and -inf are one lowest class (0), -0 equals +0, +inf is highest
+/// \returns a key; NaN of either sign and -inf share the lowest class (0), -0 equals +0, +inf is highest
 /// \par Complexity
 /// O(1), no branch on the value
 [[nodiscard]] KVTRIM_HOST_DEVICE constexpr std::uint32_t order_key(float score) noexcept {
@@ -27,12 +27,12 @@ namespace kvtrim {
   return lowest ? 0U : key;
 }
 
-/// Whether `score` is NaN, by its bits.
+/// Whether `score` is NaN, judged by its bits.
 [[nodiscard]] KVTRIM_HOST_DEVICE constexpr bool is_nan(float score) noexcept {
   return (std::bit_cast<std::uint32_t>(score) & 0x7FFF'FFFFU) > 0x7F80'0000U;
 }
 
-/// Key that decides between rows: the score's order first, the lower position among equals.
+/// Key that decides between rows: by score first, then the lower position among equals.
 ///
 /// \returns `order_key(score) << 32 | ~position`; unique among rows of one head, so no selection depends on input order
 [[nodiscard]] KVTRIM_HOST_DEVICE constexpr std::uint64_t row_key(float score,

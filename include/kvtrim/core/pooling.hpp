@@ -12,8 +12,8 @@ namespace kvtrim {
 
 /// How neighbouring scores are pooled.
 enum class Pooling : std::uint8_t {
-  average,  ///< centred mean; divides by the kernel at the borders too, as if zeros were outside
-  max,      ///< centred maximum; what is outside is ignored
+  average,  ///< centred mean; divides by the kernel at the borders too, as if there were zeros outside
+  max,      ///< centred maximum; ignores what is outside
 };
 
 /// Pools `in` over a centred window of `kernel` scores, stride 1.
@@ -22,7 +22,7 @@ enum class Pooling : std::uint8_t {
 /// \param kernel  odd, at least 1; may be longer than `in`
 /// \param[out] out  as many scores as `in`; must not overlap it
 /// \par Ties
-/// irrelevant. NaN spreads to every window that holds it with `average`; `max` ignores it where another score is there
+/// irrelevant. NaN: with `average` it spreads to every window that holds it; `max` ignores it if the window holds another score
 /// \par Complexity
 /// O(scores * kernel) time; no allocation. The addends of each output come in one fixed order
 /// \par Source

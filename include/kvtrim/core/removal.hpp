@@ -6,18 +6,18 @@
 
 namespace kvtrim {
 
-/// The ways rows leave a table.
+/// The ways in which rows leave a table.
 enum class Removal : std::uint8_t {
   automatic,   ///< the policy's own
-  drop_pages,  ///< close up the table: whole pages go, 0 bytes moved
-  /// One row too many: its slot takes the next append, at most one row moves. Else, and where the view has no states that
-  /// could name the hole, as `stable_pack`.
+  drop_pages,  ///< whole pages leave the table, which closes up: 0 bytes moved
+  /// For one row too many: its slot takes the next append, and at most one row moves. Otherwise, and where the view has no
+  /// states that could name the hole, the same as `stable_pack`.
   overwrite_slot,
   fill_holes,   ///< rows from the tail fill the holes: fewest bytes, slot order is lost
   stable_pack,  ///< rows close up in order
 };
 
-/// Name of `r` as written in the enumeration.
+/// Name of `r`, spelled as in the enumeration.
 [[nodiscard]] constexpr std::string_view to_string(Removal r) noexcept {
   switch (r) {
     case Removal::automatic:
@@ -34,14 +34,14 @@ enum class Removal : std::uint8_t {
   return "unknown";
 }
 
-/// What rope positions become when rows go.
+/// What happens to rope positions when rows go.
 enum class PositionMode : std::uint8_t {
-  keep,          ///< nothing: keys stay as they are, the next token goes on counting
+  keep,          ///< unchanged: keys stay as they are, the next token goes on counting
   in_cache,      ///< kept rows are numbered 0..k-1, the next token gets k (StreamingLLM)
   sinks_follow,  ///< the window stays absolute, the sinks are rotated to stand right before it
 };
 
-/// Name of `m` as written in the enumeration.
+/// Name of `m`, spelled as in the enumeration.
 [[nodiscard]] constexpr std::string_view to_string(PositionMode m) noexcept {
   switch (m) {
     case PositionMode::keep:
@@ -56,7 +56,7 @@ enum class PositionMode : std::uint8_t {
 
 /// What happens to rows in pages that other sequences also hold. Shared pages are never written.
 enum class SharedPages : std::uint8_t {
-  leave,  ///< their rows stay and count, unless the whole page is unwanted
+  leave,  ///< their rows stay and count, unless no row of the page is wanted
   copy,   ///< pages that must be written are copied to spare pages first
 };
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// A model's rotation, and one key rotated by it. Angles are taken in double and reduced before they become floats: at
+// A model's rotation, and one key rotated by it. Angles are computed in double and reduced before they become floats: at
 // position 100,000 a float has lost the third decimal of the angle.
 
 #include <cmath>
@@ -20,9 +20,9 @@ enum class RopePairs : std::uint8_t {
 
 /// How positions enter the keys.
 enum class RopeKind : std::uint8_t {
-  standard,  ///< one angle a pair, linear in the position (any fixed frequencies: scaling, YaRN, Llama 3)
+  standard,  ///< one angle per pair, linear in the position (any fixed frequencies: scaling, YaRN, Llama 3)
   dynamic_ntk,  ///< frequencies depend on the length
-  mrope,        ///< several positions a token
+  mrope,        ///< several positions per token
   alibi,        ///< no rotation: a bias by distance
 };
 
@@ -32,8 +32,8 @@ struct Rope {
       inverse_frequencies;  ///< [layers, dim / 2], or [dim / 2] with `same_for_all_layers`
   std::int32_t dim = 0;     ///< rotated features; even
   std::int32_t offset = 0;  ///< first rotated feature
-  RopePairs pairs = RopePairs::half_split;  ///< pairing
-  RopeKind kind = RopeKind::standard;       ///< what it is
+  RopePairs pairs = RopePairs::half_split;  ///< which features are rotated together
+  RopeKind kind = RopeKind::standard;       ///< how positions enter the keys
   bool same_for_all_layers = false;         ///< one array of frequencies serves all layers
 };
 

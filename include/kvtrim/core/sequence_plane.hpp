@@ -8,7 +8,7 @@
 
 namespace kvtrim {
 
-/// Side data of a sequence, one element a row, indexed [sequence, layer, KV head, row] and never shared: positions,
+/// Side data of a sequence, one element per row, indexed [sequence, layer, KV head, row] and never shared: positions,
 /// rope positions, accumulated scores. A null base means that the plane is absent.
 struct SequencePlane {
   std::byte* base = nullptr;         ///< sequence 0, layer 0, head 0, row 0
@@ -16,7 +16,7 @@ struct SequencePlane {
   std::int64_t layer_stride = 0;     ///< bytes; 0: common to the layers
   std::int64_t head_stride = 0;      ///< bytes; 0: common to the heads
   std::int64_t row_stride = 0;       ///< bytes
-  std::int32_t element_bytes = 4;    ///< bytes an element
+  std::int32_t element_bytes = 4;    ///< bytes per element
 
   /// Whether the plane is there.
   [[nodiscard]] KVTRIM_HOST_DEVICE constexpr explicit operator bool() const noexcept {
@@ -43,7 +43,7 @@ struct SequencePlane {
     return *reinterpret_cast<T*>(row(s, l, h, r));
   }
 
-  /// Elements of (sequence, layer, KV head) as an array of `T`; null where they do not lie side by side.
+  /// Elements of (sequence, layer, KV head) as an array of `T`; null if they are not contiguous.
   /// \pre the plane, if it is there, holds `T`
   template <class T>
   [[nodiscard]] T* array(SequenceId s, LayerId l, HeadId h) const noexcept {

@@ -11,9 +11,9 @@ namespace kvtrim {
 /// Outcome of an operation that can fail in normal use. Unless it says otherwise, nothing was changed.
 enum class [[nodiscard]] Status : std::uint8_t {
   ok,  ///< done
-  over_budget,  ///< valid plan, but rows that may not go (protected or shared) exceed the budget: all of them stay
+  over_budget,  ///< valid plan, but rows that must stay (protected or shared) exceed the budget: they all stay
   out_of_pages,      ///< fewer free pages than needed
-  stale_plan,        ///< the cache changed after the plan was made, or the plan was applied already
+  stale_plan,        ///< the cache changed after the plan was made, or the plan was already applied
   not_applied,       ///< commit before apply
   unequal_budget,    ///< heads or layers of one page table would keep different counts
   chunk_too_long,    ///< the chunk leaves no room for the policy's window
@@ -22,17 +22,17 @@ enum class [[nodiscard]] Status : std::uint8_t {
   planes_disagree,   ///< heads keep different rows, but a side plane is common to them
   no_such_sequence,  ///< the sequence does not exist or was destroyed
   too_many_rows,     ///< more rows than the table of a sequence can hold
-  too_many_sequences,   ///< no free sequence
-  workspace_too_small,  ///< smaller than `plan_workspace_bytes` says
-  bad_observation,  ///< what the policy needs (queries, scores, a score plane) is missing or of another shape
+  too_many_sequences,   ///< `max_sequences` are alive
+  workspace_too_small,  ///< smaller than `plan_workspace_bytes` requires
+  bad_observation,  ///< what the policy needs (queries, scores, a score plane) is missing or has the wrong shape
   page_out_of_range,    ///< a used table entry is null or names a page the pool does not have
-  page_twice,           ///< a page twice in one table, or writable in two sequences
+  page_twice,           ///< a page occurs twice in one table, or is writable in two sequences
   length_beyond_table,  ///< a length is negative or its rows need more pages than the table row has
   bad_plan,  ///< bytes that are not a plan, or a plan of another shape or position mode than the view's
   bad_options,  ///< a way of removal, a rerotator or a spare page that cannot serve this policy and view
 };
 
-/// Name of `s` as written in the enumeration; "unknown" for a value outside it.
+/// Name of `s`, spelled as in the enumeration; "unknown" for a value outside it.
 [[nodiscard]] constexpr std::string_view to_string(Status s) noexcept {
   switch (s) {
     case Status::ok:

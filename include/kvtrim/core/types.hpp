@@ -35,7 +35,7 @@ KVTRIM_HOST_DEVICE constexpr std::int32_t raw(E e) noexcept {
   return static_cast<std::int32_t>(e);
 }
 
-/// Pages needed for `rows` rows of `page_size` rows a page.
+/// Pages needed for `rows` rows at `page_size` rows per page.
 /// \pre `rows >= 0 && page_size > 0`
 KVTRIM_HOST_DEVICE constexpr std::int32_t pages_for(std::int32_t rows,
                                                     std::int32_t page_size) noexcept {
@@ -49,14 +49,14 @@ enum class TableScope : std::uint8_t {
   head,   ///< one KV head of one layer
 };
 
-/// Page tables of one sequence: 1, layers, or layers * kv_heads.
+/// Page tables per sequence: 1, layers, or layers * kv_heads.
 [[nodiscard]] KVTRIM_HOST_DEVICE constexpr std::int32_t tables_of(TableScope scope,
                                                                   std::int32_t layers,
                                                                   std::int32_t kv_heads) noexcept {
   return scope == TableScope::group ? 1 : scope == TableScope::layer ? layers : layers * kv_heads;
 }
 
-/// Which of a sequence's tables serves (layer, KV head).
+/// Index of the sequence's table that serves (layer, KV head).
 [[nodiscard]] KVTRIM_HOST_DEVICE constexpr std::int32_t table_of(TableScope scope,
                                                                  std::int32_t kv_heads,
                                                                  LayerId l,

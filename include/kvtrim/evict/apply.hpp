@@ -62,9 +62,9 @@ class HeadMover {
     });
   }
 
-  // All that lies in pages; done when it returns.
+  // Everything that lies in pages; done when it returns.
   void move_rows(std::span<const std::int32_t> kept) const noexcept {
-    // Queues of their own: each plane's rows are two streams, all planes' rows at once would be many.
+    // Each plane has its own queue: its rows are two streams, whereas the rows of all planes at once would be many.
     CopyQueue keys;
     CopyQueue values;
     for_each_move(kept, [&](RowPlace from, RowPlace to) {
@@ -122,7 +122,7 @@ class HeadMover {
     }
   }
 
-  // A plane's elements of one KV head.
+  // The elements of a plane for one KV head.
   void move_elements(std::span<const std::int32_t> kept,
                      const SequencePlane& plane) const noexcept {
     std::byte* const base = plane.row(head_.sequence, head_.layer, head_.head, 0);
@@ -151,7 +151,7 @@ class HeadMover {
     for (std::int32_t to = 0; to < table_.live_after; ++to) { renumber(new_place(to), to, to); }
   }
 
-  // Calls f(first row, new first row, rows) for pages that stay and follow each other, where their rows get new numbers.
+  // Calls f(first row, new first row, rows) for each run of consecutive pages that stay and whose rows get new numbers.
   template <class F>
   void for_each_kept_run(F&& f) const noexcept {
     const auto sources = plan_.sources(head_.sequence, head_.table());
@@ -169,7 +169,7 @@ class HeadMover {
     }
   }
 
-  // Elements of rows that follow each other, towards the front.
+  // Moves the elements of consecutive rows towards the front.
   void move_elements(const SequencePlane& plane,
                      std::int32_t from,
                      std::int32_t to,
@@ -188,7 +188,7 @@ class HeadMover {
 
   void overwrite() const noexcept {
     const std::int32_t victim = plan_.head(head_.sequence, head_.layer, head_.head).victim;
-    // A hole at the end of the table is none: the row there is the last one in use.
+    // A hole at the end of the table does not count: the row there is the last one in use.
     const std::int32_t free = table_.append_row >= 0 ? table_.append_row : table_.extent_before - 1;
     const std::int32_t gone = rerotator_.mode() == PositionMode::keep ? 0 : rope_position(victim);
     if (victim != free) {
@@ -203,7 +203,7 @@ class HeadMover {
     }
   }
 
-  // Row `row`, now at `place`, of rank `rank` among the kept.
+  // Row `row`, now at `place`, with rank `rank` among the kept rows.
   void renumber(RowPlace place, std::int32_t row, std::int32_t rank) const noexcept {
     std::int32_t& rope =
         view_.rope_positions.at<std::int32_t>(head_.sequence, head_.layer, head_.head, row);
@@ -216,7 +216,7 @@ class HeadMover {
     rope = to;
   }
 
-  // Rope position of the oldest row behind the sinks.
+  // Rope position of the oldest row after the sinks.
   [[nodiscard]] std::int32_t window_begin() const noexcept {
     const auto ranks = rank_list();
     std::int32_t begin = 0;
@@ -283,7 +283,7 @@ class HeadMover {
 
 }  // namespace detail
 
-/// Moves and rotates what `plan` says. Tables and lengths stay until `commit`.
+/// Moves and rotates rows as `plan` says. Tables and lengths stay unchanged until `commit`.
 ///
 /// \param plan       made from `view`, not yet applied
 /// \param view       the cache, unchanged since the plan was made
@@ -292,7 +292,7 @@ class HeadMover {
 ///   usable; `bad_plan` if it is of another shape or position mode, or names pages that the view does not have. Nothing is
 ///   written then
 /// \par Complexity
-/// O(rows that stay) a KV head; no allocation; cannot fail once it writes
+/// O(rows that stay) per KV head; no allocation; cannot fail once it writes
 /// \par Thread-safety
 /// work items are (sequence, layer, KV head) over disjoint rows; one caller
 template <Executor E = Serial>
@@ -322,7 +322,7 @@ Status apply(const PlanRef& plan,
       detail::HeadMover(plan, head, rerotator).run();
     }
   });
-  // States carry the generation of views that have them, so that no copy of the plan can be applied either.
+  // If the view has states, they carry the generation, so that a copy of the plan cannot be applied either.
   if (view.states != nullptr) {
     for (std::int32_t s = 0; s < view.sequences; ++s) {
       for (std::int32_t t = 0; t < view.tables_per_sequence(); ++t) {

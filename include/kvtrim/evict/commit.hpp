@@ -18,19 +18,19 @@ struct Report {
   Status status = Status::ok;       ///< `ok`, `over_budget`, or why nothing was committed
   std::int64_t evicted_rows = 0;    ///< rows gone, summed over layers and KV heads
   std::int64_t kept_rows = 0;       ///< rows left, summed likewise
-  std::int64_t allocated_rows = 0;  ///< rows that the pages left have room for, summed likewise
+  std::int64_t allocated_rows = 0;  ///< room for rows in the remaining pages, summed likewise
   std::int32_t dropped_pages = 0;   ///< pages that left a table
   std::int32_t released_pages = 0;  ///< of those, pages that nobody holds any longer
   std::int64_t bytes_moved = 0;     ///< bytes of keys, values and page planes written by apply
   std::int64_t nan_count = 0;       ///< NaN among the candidates' scores
 };
 
-/// Writes an applied plan's tables, lengths and states into `sink` and hands the dropped pages back.
+/// Writes an applied plan's tables, lengths and states into `sink` and returns the dropped pages.
 ///
 /// \param plan  applied to `view`
 /// \param view  the cache, unchanged since then
 /// \param sink  where the tables live
-/// \returns the report; status `not_applied` or `stale_plan`: nothing was changed
+/// \returns the report; with status `not_applied` or `stale_plan`, nothing was changed
 /// \par Complexity
 /// O(table entries); no allocation
 /// \par Thread-safety
@@ -84,17 +84,18 @@ Report commit(const PlanRef& plan, const CacheView& view, S& sink) noexcept {
   return report;
 }
 
-/// Writes tables and lengths into an engine's dense arrays and collects the pages that became free: a ready `TableSink`.
+/// A ready-made `TableSink`: writes tables and lengths into an engine's dense arrays and collects the pages that became
+/// free.
 ///
 /// \par Allocation
-/// none: the caller gives the memory
+/// none: the caller provides the memory
 class DenseTables {
  public:
   /// \param view        the view that the plan was made from (its table is dense)
   /// \param ids         the same array as `view.table.ids`, writable
   /// \param lengths     the same array as `view.lengths`, writable; null: none
   /// \param ref_counts  the same array as `view.writable.ref_counts`, writable; null: every dropped page is free
-  /// \param[out] freed  receives the free pages, tail first a table; too small: the rest is only counted
+  /// \param[out] freed  receives the free pages, tail first per table; if it is too small, the rest is only counted
   DenseTables(const CacheView& view,
               std::int32_t* ids,
               std::int32_t* lengths,

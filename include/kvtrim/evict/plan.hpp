@@ -21,7 +21,7 @@ namespace kvtrim {
 /// What happens to one page table.
 struct TablePlan {
   Status status = Status::ok;
-  Removal removal = Removal::stable_pack;  ///< the way taken
+  Removal removal = Removal::stable_pack;  ///< how rows are removed
   bool evicts = false;                     ///< whether anything goes
   bool ordered_after = true;               ///< slot order is position order afterwards
   std::int32_t live_before = 0;            ///< live rows
@@ -31,9 +31,9 @@ struct TablePlan {
   std::int32_t append_row = -1;            ///< row of the next append, if it is a hole
   std::int32_t pages_before = 0;           ///< entries in use
   std::int32_t pages_after = 0;            ///< entries afterwards
-  std::int32_t released = 0;     ///< pages that leave (K and V ids counted apart where they differ)
-  std::int32_t shared_kept = 0;  ///< leading shared pages that stay as they are
-  std::int32_t spare_pages = 0;  ///< spare pages that replace shared ones
+  std::int32_t released = 0;               ///< pages that leave (K and V ids counted separately)
+  std::int32_t shared_kept = 0;            ///< leading shared pages that stay as they are
+  std::int32_t spare_pages = 0;            ///< spare pages that replace shared ones
 };
 
 /// What happens to one KV head of one layer.
@@ -41,7 +41,7 @@ struct HeadPlan {
   std::int32_t kept = 0;       ///< rows listed as kept (`stable_pack`, `fill_holes`)
   std::int32_t evicted = 0;    ///< rows that go
   std::int32_t victim = -1;    ///< `overwrite_slot`: the row that goes
-  std::int32_t has_ranks = 0;  ///< slot order is not position order: ranks are listed
+  std::int32_t has_ranks = 0;  ///< slot order is not position order, so ranks are listed
   std::int64_t moved = 0;      ///< rows that change their place
 };
 
@@ -109,9 +109,9 @@ struct PlanLayout {
 
 }  // namespace detail
 
-/// A plan in somebody's memory, to read: cheap to copy, valid while that memory is.
+/// A plan in memory that it does not own, to read: cheap to copy, valid as long as that memory is.
 ///
-/// Rows are rows of the table as it was when the plan was made.
+/// Rows are numbered as in the table at the time the plan was made.
 class PlanView {
  public:
   /// No plan: empty.
@@ -122,7 +122,7 @@ class PlanView {
   /// A plan that could not be made.
   explicit PlanView(Status status) noexcept : failure_(status) {}
 
-  /// `ok` or `over_budget`: may be applied. Anything else: nothing was planned.
+  /// `ok` or `over_budget`: the plan may be applied. Anything else: nothing was planned.
   [[nodiscard]] Status status() const noexcept {
     return failure_ != Status::ok ? failure_ : header_->status;
   }
@@ -136,9 +136,9 @@ class PlanView {
   [[nodiscard]] std::int64_t bytes_moved() const noexcept { return header_->bytes_moved; }
   /// NaN among the candidates' scores.
   [[nodiscard]] std::int64_t nan_count() const noexcept { return header_->nan_count; }
-  /// Spare pages that the plan takes; with `out_of_pages`, that it would need.
+  /// Spare pages that the plan takes; with `out_of_pages`, the number it would need.
   [[nodiscard]] std::int32_t spares_needed() const noexcept { return header_->spares_needed; }
-  /// Position mode it was made for.
+  /// Position mode that it was made for.
   [[nodiscard]] PositionMode positions() const noexcept { return header_->positions; }
   /// Sequences of the view it was made from.
   [[nodiscard]] std::int32_t sequences() const noexcept { return header_->sequences; }
@@ -163,13 +163,13 @@ class PlanView {
   [[nodiscard]] const HeadPlan& head(SequenceId s, LayerId l, HeadId h) const noexcept {
     return array<HeadPlan>(layout_.head_plans)[head_index(s, l, h)];
   }
-  /// Rows listed as kept, ascending. Empty for `drop_pages` and `overwrite_slot`: `for_each_kept` serves all.
+  /// Rows listed as kept, ascending. Empty for `drop_pages` and `overwrite_slot`: use `for_each_kept` for any way of removal.
   [[nodiscard]] std::span<const std::int32_t> kept_list(SequenceId s,
                                                         LayerId l,
                                                         HeadId h) const noexcept {
     return {rows(s, l, h), static_cast<std::size_t>(head(s, l, h).kept)};
   }
-  /// Rank by position of each row of `kept_list`; empty where rows are in position order.
+  /// Rank by position of each row of `kept_list`; empty if rows are in position order.
   [[nodiscard]] std::span<const std::int32_t> ranks(SequenceId s,
                                                     LayerId l,
                                                     HeadId h) const noexcept {

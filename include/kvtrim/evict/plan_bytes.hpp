@@ -20,7 +20,7 @@ namespace detail {
 // The last enumerator of a status that a plan can have.
 inline constexpr Status last_status = Status::bad_options;
 
-// Whether the header's counts are those of a block of this size, and every bool and enumerator is one.
+// Whether the header's counts are those of a block of this size, and every bool and enumerator is valid.
 [[nodiscard]] inline bool has_plan_layout(std::span<const std::byte> bytes) noexcept {
   const auto size = static_cast<std::int64_t>(bytes.size());
   if (bytes.size() < sizeof(PlanHeader)) { return false; }
@@ -53,7 +53,7 @@ inline constexpr Status last_status = Status::bad_options;
   return true;
 }
 
-// Whether every list lies within its row, and names rows and entries that the table had.
+// Whether every list fits its space, and names rows and entries that the table had.
 [[nodiscard]] inline bool has_sound_lists(const PlanView& plan) noexcept {
   const PlanHeader& x = plan.header();
   const std::int32_t max_pages = pages_for(x.max_rows, x.page_size);

@@ -9,9 +9,9 @@
 
 namespace kvtrim {
 
-/// How a plan is to be made.
+/// How to make a plan.
 struct PlanOptions {
-  Removal removal = Removal::automatic;     ///< the policy's own, or this one
+  Removal removal = Removal::automatic;     ///< `automatic`: the policy's own
   SharedPages shared = SharedPages::leave;  ///< what happens to pages that must not be written
   std::span<const PageId> spare_pages =
       {};  ///< free pages that `SharedPages::copy` may take, from the front

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Renumbering rotated keys. A 16-bit key that is rotated again and again is lost (1,000 unit rotations in bf16: half of
-// it), so what cannot be done well is refused where the mode is bound to the view, not at the first eviction.
+// Renumbering rotated keys. A 16-bit key that is rotated again and again is lost (after 1,000 unit rotations in bf16, half
+// of it), so what cannot be done well is refused when the mode is bound to the view, not at the first eviction.
 
 #include <kvtrim/cache/move.hpp>
 #include <kvtrim/core/error.hpp>
@@ -36,7 +36,7 @@ class Rerotator {
 
   /// For caches that hold keys before RoPE (the engine rotates on read): positions are renumbered, keys are not touched.
   ///
-  /// \throws std::invalid_argument if the view has no rope positions a KV head
+  /// \throws std::invalid_argument if the view has no rope positions per KV head
   [[nodiscard]] static Rerotator unrotated_cache(const CacheView& view) {
     Rerotator r;
     r.mode_ = PositionMode::in_cache;
@@ -48,8 +48,8 @@ class Rerotator {
   ///
   /// \param pristine  needed for `sinks_follow`
   /// \throws std::invalid_argument, saying why, if the keys cannot be rotated: RoPE kind not standard; dtype neither f32
-  ///   nor, with `CacheView::unrotated_keys` or pristine sinks, f16 or bf16; a rotary range beyond the head;
-  ///   frequencies of another count than layers * dim / 2; no rope positions a KV head
+  ///   nor, with `CacheView::unrotated_keys` or pristine sinks, f16 or bf16; rotary range beyond the head;
+  ///   number of frequencies not layers * dim / 2; no rope positions per KV head
   Rerotator(const CacheView& view, const Rope& rope, PositionMode mode, PristineSinks pristine = {})
       : rope_(rope), mode_(mode), pristine_(pristine) {
     if (mode == PositionMode::keep) { return; }
@@ -58,7 +58,7 @@ class Rerotator {
       throw_invalid_argument(
           "kvtrim::Rerotator: {}",
           rope.kind == RopeKind::mrope
-              ? "M-RoPE has several positions a token; use PositionMode::keep"
+              ? "M-RoPE has several positions per token; use PositionMode::keep"
           : rope.kind == RopeKind::dynamic_ntk
               ? "dynamic NTK changes the frequencies with the length; use PositionMode::keep"
               : "ALiBi has no rotation to undo: rows that moved would get another bias; use "
@@ -121,9 +121,9 @@ class Rerotator {
   /// Sinks that follow the window.
   [[nodiscard]] std::int32_t sinks() const noexcept { return pristine_.sinks; }
 
-  /// Makes the key at `place` stand at rope position `to`.
+  /// Brings the key at `place` to rope position `to`.
   ///
-  /// \param from  rope position it stands at
+  /// \param from  its current rope position
   /// \param rank  its rank among the kept rows, by position (which pristine sink it is)
   void renumber(const HeadRef& head,
                 RowPlace place,

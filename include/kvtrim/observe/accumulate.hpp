@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Accumulated attention lives in two sequence planes, a sum and its rounding error, that are forked, cut and moved with
-// the rows. Nothing here writes a page.
+// Accumulated attention lives in two sequence planes, a sum and its rounding error, which are forked, cut and moved
+// together with the rows. Nothing here writes to a page.
 
 #include <kvtrim/cache/head_ref.hpp>
 #include <kvtrim/core/compensated.hpp>
@@ -23,8 +23,8 @@ struct Probabilities {
 
 /// Adds one query's probabilities to the accumulated scores of one KV head.
 ///
-/// \param probabilities  by row of the table; a row that is not finite is added as it is, and then ranks lowest (NaN)
-/// \pre `view.score_sums` and `view.score_compensations` are there; no hole
+/// \param probabilities  by row of the table; a value that is not finite is added as it is, and its row then ranks lowest
+/// \pre `view.score_sums` and `view.score_compensations` are present; no hole
 /// \par Complexity
 /// O(group * live rows) time; no allocation
 /// \par Source
@@ -41,7 +41,7 @@ inline void accumulate_probabilities(const AccumulateParams& params,
   float* const all_compensations = view.score_compensations.array<float>(s, l, h);
   const bool dense = all_sums != nullptr && all_compensations != nullptr;
   for (std::int32_t r = 0; r < live; r += width) {
-    // The last rows, and planes whose elements lie apart, go through the same instructions by a copy: same bits.
+    // The last rows, and planes that are not contiguous, go through the same instructions on a copy: same bits.
     const std::int32_t n = std::min(width, live - r);
     alignas(64) float copied_sums[width] = {};
     alignas(64) float copied_compensations[width] = {};

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Column sums of the attention matrix without the matrix: one key tile at a time, with the LSE that attention had
-// anyway. Memory is one tile, whatever the prompt.
+// Column sums of the attention matrix without the matrix: one key tile at a time, with the LSE that attention computes
+// anyway. The memory is one tile, whatever the prompt's length.
 
 #include <kvtrim/cache/head_ref.hpp>
 #include <kvtrim/core/arena.hpp>
@@ -46,7 +46,7 @@ struct ColumnSumScratch {
 };
 }  // namespace detail
 
-/// Working space of `accumulate_column_sums`: one tile, whatever the rows.
+/// Working space of `accumulate_column_sums`: one tile, whatever the number of rows.
 [[nodiscard]] inline std::size_t column_sums_scratch_bytes(std::int32_t head_dim) noexcept {
   Arena arena;
   const auto unused = detail::ColumnSumScratch::take(arena, head_dim);
@@ -60,11 +60,11 @@ struct ColumnSumScratch {
 /// \param queries      rows of the chunk just attended, with their LSE
 /// \param query_layer  layer index inside `queries`
 /// \param scratch      [column_sums_scratch_bytes(head_dim)]
-/// \pre `queries.lse != nullptr`; score planes are there; no hole; the rows are those that the queries attended to
+/// \pre `queries.lse != nullptr`; score planes are present; no hole; the rows are those that the queries attended to
 /// \par Ties
-/// none. NaN: a key that is not finite gets NaN; a query or LSE that is not finite is left out
+/// none. NaN: the row of a key that is not finite gets NaN; a query with a non-finite value or LSE is left out
 /// \par Complexity
-/// O(queries * rows * head_dim) time, tiles that lie wholly in the future are skipped; O(1) space; no allocation
+/// O(queries * rows * head_dim) time, skipping tiles that lie wholly in the future; O(1) space; no allocation
 /// \par Source
 /// Zhang et al., 2023, arXiv:2306.14048 (H2O, the prompt's column sums)
 inline void accumulate_column_sums(const AccumulateParams& params,
@@ -108,7 +108,7 @@ inline void accumulate_column_sums(const AccumulateParams& params,
         const std::int32_t block = std::min(detail::column_sum_queries, count - begin);
         if (queries.position(s, begin + block - 1, next) < oldest) {
           continue;
-        }  // all of the tile is their future
+        }  // the whole tile lies in their future
         for (std::int32_t i = 0; i < detail::padded_queries(block); ++i) {
           const float* const query =
               i < block ? queries.row(s, query_layer, query_head, begin + i) : nullptr;
@@ -126,7 +126,7 @@ inline void accumulate_column_sums(const AccumulateParams& params,
           const Position panel_oldest = oldest_of(row, end);
           const Position panel_newest = *std::max_element(mem.tiles.positions.begin() + row,
                                                           mem.tiles.positions.begin() + end);
-          // Short fp32 sums only: the long one is compensated.
+          // Only short sums are plain fp32; the long one is compensated.
           alignas(64) float partial[detail::panel_rows] = {};
           const auto flush = [&] {
             for (std::int32_t t = row; t < end; ++t) {
@@ -135,7 +135,7 @@ inline void accumulate_column_sums(const AccumulateParams& params,
             }
             std::fill(std::begin(partial), std::end(partial), 0.0F);
           };
-          // Queries in front that see nothing of the panel are left out, whole register blocks of them.
+          // Leading queries that see nothing of the panel are skipped, in whole register blocks.
           std::int32_t seeing = 0;
           while (seeing < block && mem.positions[index(seeing)] < panel_oldest) { ++seeing; }
           detail::for_each_logit_block(

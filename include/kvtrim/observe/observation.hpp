@@ -24,22 +24,22 @@ enum class LseBase : std::uint8_t {
 struct QueryBlock {
   const float* data = nullptr;   ///< sequence 0, layer 0, head 0, row 0; null: no queries
   std::int32_t query_heads = 0;  ///< a multiple of the KV heads
-  std::int32_t rows = 0;         ///< rows of a sequence where `row_counts` is null
+  std::int32_t rows = 0;         ///< rows per sequence if `row_counts` is null
   const std::int32_t* row_firsts =
       nullptr;  ///< [sequences] first row (ragged batches, rings); null: 0
   const std::int32_t* row_counts = nullptr;  ///< [sequences] rows; null: `rows` each
   std::int64_t sequence_stride =
-      0;  ///< floats between sequences; 0 where `row_firsts` index one array
-  std::int64_t layer_stride = 0;        ///< floats between layers
-  std::int64_t head_stride = 0;         ///< floats between query heads
-  std::int64_t row_stride = 0;          ///< floats between rows
+      0;                          ///< floats between sequences; 0 if `row_firsts` index one array
+  std::int64_t layer_stride = 0;  ///< floats between layers
+  std::int64_t head_stride = 0;   ///< floats between query heads
+  std::int64_t row_stride = 0;    ///< floats between rows
   const Position* positions = nullptr;  ///< position of a row; null: the last rows of the sequence
   std::int64_t position_sequence_stride = 0;  ///< positions between sequences
   const float* lse = nullptr;  ///< log-sum-exp of the scaled, causal logits; null: computed
   std::int64_t lse_sequence_stride = 0;  ///< floats
   std::int64_t lse_layer_stride = 0;     ///< floats
   std::int64_t lse_head_stride = 0;      ///< floats
-  LseBase lse_base = LseBase::e;         ///< its base
+  LseBase lse_base = LseBase::e;         ///< base of `lse`
   float scale = 0;                       ///< factor of the logits; 0: 1 / sqrt(head_dim)
   float soft_cap = 0;                    ///< c * tanh(logit / c); 0: none
 
@@ -63,7 +63,7 @@ struct QueryBlock {
     return lse[raw(s) * lse_sequence_stride + raw(l) * lse_layer_stride + head * lse_head_stride +
                first(s) + i];
   }
-  /// Position of row `i`, where the next token of the sequence is at `next_position`.
+  /// Position of row `i`, if the next token of the sequence is at `next_position`.
   [[nodiscard]] Position position(SequenceId s,
                                   std::int32_t i,
                                   std::int32_t next_position) const noexcept {
@@ -89,14 +89,14 @@ namespace detail {
 }
 }  // namespace detail
 
-/// One vector a (layer, KV head), fp32: QFilter's directions.
+/// One vector per (layer, KV head), fp32: QFilter's directions.
 struct HeadVectors {
   const float* data = nullptr;    ///< layer 0, KV head 0; null: none
   std::int32_t dim = 0;           ///< elements of a vector
   std::int64_t layer_stride = 0;  ///< floats between layers
   std::int64_t head_stride = 0;   ///< floats between KV heads
 
-  /// Whether they are there.
+  /// Whether they are present.
   [[nodiscard]] constexpr explicit operator bool() const noexcept { return data != nullptr; }
   /// Vector of (layer, KV head).
   [[nodiscard]] const float* of(LayerId l, HeadId h) const noexcept {
@@ -104,16 +104,16 @@ struct HeadVectors {
   }
 };
 
-/// Mean and covariance of the queries before RoPE, a query head each: of this prompt, or of a calibration set.
+/// Mean and covariance of the queries before RoPE, per query head: of this prompt, or of a calibration set.
 struct QueryStatistics {
   const float* mean = nullptr;        ///< [sequences, layers, query_heads, dim]; null: none
   const float* covariance = nullptr;  ///< [sequences, layers, query_heads, dim, dim]; null: zero
   std::int32_t query_heads = 0;       ///< a multiple of the KV heads
   std::int32_t dim = 0;               ///< head dim of the queries
-  std::int32_t layers = 0;            ///< layers of the arrays; the view's layer 0 is the first
-  bool per_sequence = false;  ///< an array a sequence; false: one serves all (a calibration set)
+  std::int32_t layers = 0;            ///< layers in the arrays; the view's layer 0 is the first
+  bool per_sequence = false;  ///< one array per sequence; false: one serves all (a calibration set)
 
-  /// Whether they are there.
+  /// Whether they are present.
   [[nodiscard]] constexpr explicit operator bool() const noexcept { return mean != nullptr; }
   /// Mean of a query head, [dim].
   [[nodiscard]] const float* mean_of(SequenceId s, LayerId l, std::int32_t head) const noexcept {
@@ -133,7 +133,7 @@ struct QueryStatistics {
   }
 };
 
-/// The attention's output projection, cut by query head: W_O of head h maps a value to the residual stream.
+/// The attention's output projection, split by query head: W_O of head h maps a value to the residual stream.
 struct OutputProjection {
   const float* data = nullptr;    ///< [layers, query_heads, value_dim, hidden], fp32; null: none
   std::int32_t query_heads = 0;   ///< a multiple of the KV heads
@@ -141,7 +141,7 @@ struct OutputProjection {
   std::int32_t hidden = 0;        ///< width of the residual stream
   std::int64_t layer_stride = 0;  ///< floats between layers
 
-  /// Whether it is there.
+  /// Whether it is present.
   [[nodiscard]] constexpr explicit operator bool() const noexcept { return data != nullptr; }
   /// Matrix of a query head, [value_dim, hidden].
   [[nodiscard]] const float* of(LayerId l, std::int32_t head) const noexcept {
@@ -149,7 +149,7 @@ struct OutputProjection {
   }
 };
 
-/// Page scores of a batch, as they are added up layer by layer: [sequences, page sets, pages].
+/// Page scores of a batch, added up layer by layer: [sequences, page sets, pages].
 struct PageScoreArray {
   float* data = nullptr;             ///< sequence 0, page set 0, page 0; null: none
   std::int64_t sequence_stride = 0;  ///< floats between sequences
@@ -163,20 +163,20 @@ struct PageScoreArray {
   }
 };
 
-/// What a plan may look at beside the cache.
+/// What a plan may look at besides the cache.
 ///
 /// \par Source
 /// own: each scorer's header names its paper
 struct Observation {
   QueryBlock queries{};    ///< for policies that score by the prompt's last queries
-  SequencePlane scores{};  ///< ready-made fp32 scores by row, used in place of the policy's scorer
+  SequencePlane scores{};  ///< ready-made fp32 scores by row, used instead of the policy's scorer
   HeadVectors filters{};   ///< for QFilter
   QueryStatistics statistics{};  ///< for ExpectedAttention
-  OutputProjection output{};     ///< for CriticalKV and its kin
+  OutputProjection output{};     ///< for CriticalKV and `OutputNorm`
   PageScoreArray
       page_scores{};  ///< ready-made page scores (`accumulate_page_scores`), for page policies
   const std::int32_t* budgets =
-      nullptr;           ///< rows to keep, in place of the policy's own budget; null: the policy's
+      nullptr;           ///< rows to keep, instead of the policy's own budget; null: the policy's
   RowMap budget_rows{};  ///< index of (sequence, layer, KV head) in `budgets`
 
   /// Budget given for (sequence, layer, KV head); -1: none.

@@ -17,11 +17,11 @@ struct PlanShape {
   std::int32_t layers = 1;               ///< layers of the view
   std::int32_t kv_heads = 1;             ///< KV heads
   TableScope scope = TableScope::group;  ///< of the view
-  std::int32_t page_size = 1;            ///< rows a page
-  std::int32_t pages = 0;                ///< pages of the pool
+  std::int32_t page_size = 1;            ///< rows per page
+  std::int32_t pages = 0;                ///< pages in the pool
   std::int32_t max_rows = 0;             ///< rows of the longest table, padding and a hole included
   std::int32_t query_heads = 0;          ///< query heads; 0: no queries
-  std::int32_t query_rows = 0;           ///< query rows of a sequence
+  std::int32_t query_rows = 0;           ///< query rows per sequence
   std::int32_t head_dim = 0;             ///< of the keys
   std::int32_t value_dim = 0;            ///< head dim of the values
   std::int32_t hidden = 0;               ///< width of `Observation::output`; 0: none
@@ -30,7 +30,7 @@ struct PlanShape {
 
 /// Bounds for the workspace of plans over `view` as it is now.
 ///
-/// Give larger fields (`max_rows` above all) to allocate once for later, longer states. A length beyond its table counts as
+/// Set larger fields (above all `max_rows`) to allocate once for later, longer states. A length beyond its table counts as
 /// what the table has room for: `plan` refuses it.
 [[nodiscard]] inline PlanShape plan_shape(const CacheView& view,
                                           const Observation& obs = {},

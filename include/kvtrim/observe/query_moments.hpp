@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// One query after the other, each of them a rank-one update in double: the result does not change by a bit with the way
-// a prompt is cut into chunks, and no query is kept.
+// One query after another, each a rank-one update in double: the result does not change by a bit however a prompt is cut
+// into chunks, and no query is kept.
 
 #include <kvtrim/core/error.hpp>
 #include <kvtrim/observe/detail/key_tile.hpp>
@@ -24,7 +24,7 @@ namespace kvtrim {
 /// \par Allocation
 /// in the constructor only: 8 bytes * sequences * layers * query_heads * head_dim^2
 /// \par Thread-safety
-/// one thread a (sequence, layer)
+/// one thread per (sequence, layer)
 class QueryMoments {
  public:
   /// What is gathered.
@@ -89,7 +89,7 @@ class QueryMoments {
     }
   }
 
-  /// Makes `statistics()` of sequence `s` those of the queries seen so far; zero where there are none.
+  /// Sets `statistics()` of sequence `s` to those of the queries seen so far; zero if there are none.
   ///
   /// \par Complexity
   /// O(layers * query_heads * head_dim^2); no allocation
@@ -109,7 +109,7 @@ class QueryMoments {
     }
   }
 
-  /// Forgets the queries of sequence `s`; its statistics are those of the last `finish`.
+  /// Forgets the queries of sequence `s`; its statistics remain those of the last `finish`.
   void reset(SequenceId s) noexcept {
     const auto clear = [&](auto& v) {
       const std::size_t part = v.size() / index(p_.sequences);
@@ -146,7 +146,7 @@ class QueryMoments {
     return q;
   }
 
-  /// What it was made of.
+  /// The parameters.
   [[nodiscard]] const Params& params() const noexcept { return p_; }
 
  private:
@@ -175,11 +175,11 @@ class QueryMoments {
   }
 
   Params p_;
-  std::vector<std::int64_t> seen_;    // [sequences, layers] the sinks among them
+  std::vector<std::int64_t> seen_;    // [sequences, layers] sinks included
   std::vector<std::int64_t> counts_;  // [sequences, layers, query_heads]
   std::vector<double> deltas_;        // [sequences, layers, head_dim] working space
   std::vector<double> means_;         // [sequences, layers, query_heads, head_dim]
-  std::vector<double> products_;      // [sequences, layers, query_heads, triangle] sums, centred
+  std::vector<double> products_;      // [sequences, layers, query_heads, triangle] centred sums
   std::vector<float> mean_;           // as `means_`
   std::vector<float> covariance_;     // [sequences, layers, query_heads, head_dim, head_dim]
 };

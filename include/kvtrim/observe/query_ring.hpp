@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Every row is written twice, `window` rows apart, so that the last `window` rows are one block in order of position
+// Every row is written twice, `window` rows apart, so that the last `window` rows form one block in position order
 // wherever the ring stands.
 
 #include <kvtrim/cache/cache_view.hpp>
@@ -26,7 +26,7 @@ namespace kvtrim {
 /// \par Allocation
 /// in the constructor only: 2 * sequences * layers * query_heads * window * head_dim floats
 /// \par Thread-safety
-/// one thread a (sequence, layer)
+/// one thread per (sequence, layer)
 class QueryRing {
  public:
   /// What a ring holds.
@@ -122,10 +122,10 @@ class QueryRing {
   /// The last `min(seen, window)` queries of every sequence, ascending by position. Valid until the next push.
   [[nodiscard]] QueryBlock queries() const noexcept { return block(0); }
 
-  /// The queries of sequence `s` alone, which is sequence 0 there; for a view of that one sequence.
+  /// The queries of sequence `s` alone, as sequence 0; for a view of that one sequence.
   [[nodiscard]] QueryBlock queries(SequenceId s) const noexcept { return block(raw(s)); }
 
-  /// What the ring was made of.
+  /// The parameters.
   [[nodiscard]] const Params& params() const noexcept { return p_; }
 
  private:

@@ -15,11 +15,11 @@ namespace kvtrim {
 struct AccumulateParams {
   static constexpr std::string_view name = "accumulated";
   static constexpr std::string_view title = "kvtrim::Accumulated";
-  static constexpr Protection protects{0, 512};  // new rows have had no time to be attended to
+  static constexpr Protection protects{0, 512};  // new rows have not had time to be attended to
 
-  float decay = 1.0F;           ///< factor on the old sum at each query; 1: none
+  float decay = 1.0F;           ///< factor applied to the old sum at each query; 1: none
   bool squared = false;         ///< add squared probabilities
-  bool age_normalised = false;  ///< rank by the sum divided by the queries that saw the row
+  bool age_normalised = false;  ///< rank by sum / number of queries that saw the row
 
   /// \throws std::invalid_argument if the decay is not within (0, 1]
   constexpr void check(std::string_view who) const {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Heads of different lengths free memory only where each head has its own page table; with any other table a plan of
+// Heads of different lengths free memory only where each head has its own page table; with any other table, a plan with
 // unequal counts is refused (`unequal_budget`), never silently evened out.
 
 #include <kvtrim/budget/adaptive.hpp>
@@ -16,14 +16,14 @@ namespace kvtrim {
 
 /// Any policy that ranks rows, with one budget that the KV heads of a layer (or all heads of the sequence) share.
 ///
-/// A head's protected rows always stay. The heads together keep exactly what they would if all kept `Inner`'s budget, as
-/// far as there are rows: nothing goes while they have no more than that. Needs `TableScope::head`.
+/// A head's protected rows always stay. Together the heads keep exactly as many rows as if each kept `Inner`'s budget;
+/// while they have no more than that, nothing goes. Needs `TableScope::head`.
 ///
 /// \tparam Inner  the policy whose scores, protection and average budget are used
 /// \par Ties
 /// the lower position, then the lower head
 /// \par Complexity
-/// as `Inner`, and O(rows of the heads that share); 32 bytes of workspace a row more
+/// as `Inner`, plus O(rows of the heads that share); 32 more bytes of workspace per row
 /// \par Source
 /// Feng et al., 2024, arXiv:2407.11550; `AdaptiveForm` says how kvpress (default) and the authors' code differ
 template <class Inner>
@@ -36,10 +36,10 @@ class AdaKV {
  public:
   /// Parameters.
   struct Params {
-    typename Inner::Params inner{};  ///< of the policy; its budget is the average of the heads
-    double safeguard = 0.2;          ///< share of its budget that a head keeps in any case
+    typename Inner::Params inner{};  ///< of the inner policy; its budget is the average per head
+    double safeguard = 0.2;          ///< share of its budget that a head always keeps
     AdaptiveForm form = AdaptiveForm::safeguard;       ///< whose arithmetic
-    AdaptiveOver over = AdaptiveOver::heads_of_layer;  ///< who shares
+    AdaptiveOver over = AdaptiveOver::heads_of_layer;  ///< which heads share
   };
   static constexpr std::string_view name = "adakv";
 
@@ -54,18 +54,18 @@ class AdaKV {
     }
   }
 
-  /// What it was made of.
+  /// The parameters.
   [[nodiscard]] constexpr const Params& params() const noexcept { return params_; }
   /// The policy whose scores are used.
   [[nodiscard]] constexpr const Inner& inner() const noexcept { return inner_; }
 
-  /// `Inner`'s: rows that a head keeps on average, and what is protected.
+  /// `Inner`'s demand: rows that a head keeps on average, and what is protected.
   [[nodiscard]] constexpr Demand demand(const DemandInput& in) const noexcept {
     return inner_.demand(in);
   }
   /// Rows close up in order.
   [[nodiscard]] constexpr Removal removal() const noexcept { return Removal::stable_pack; }
-  /// `Inner`'s.
+  /// `Inner`'s scorer.
   [[nodiscard]] constexpr decltype(auto) scorer() const noexcept { return inner_.scorer(); }
   /// How the heads share.
   [[nodiscard]] constexpr AdaptiveParams adaptive() const noexcept {

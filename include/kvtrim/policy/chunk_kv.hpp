@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// A chunk that holds a protected row stays whole, as in kvpress, whose mark on the window's rows lifts the chunk that
-// they share with older ones.
+// A chunk that holds a protected row stays whole, as in kvpress, where marking the window's rows raises the chunk that
+// they share with older rows.
 
 #include <kvtrim/core/error.hpp>
 #include <kvtrim/policy/detail/joined_name.hpp>
@@ -47,7 +47,7 @@ struct Chunked {
     if (chunk < 1) { throw_invalid_argument("{}: chunk {} must be at least 1", who, chunk); }
     scores.check(who);
   }
-  /// As the scores.
+  /// As for the scores.
   [[nodiscard]] constexpr std::int32_t unscored() const noexcept {
     return detail::unscored_rows(scores);
   }
@@ -56,14 +56,14 @@ static_assert(ScoreParams<Chunked<WindowParams>>);
 
 /// Keeps the chunks of consecutive tokens that score highest, the same for all KV heads of a layer.
 ///
-/// Chunks that hold one of the first `sinks` or the last `recent` tokens always stay, whole. Never more rows than
-/// `budget` stay: one that cuts a chunk keeps its lower positions. Chunks are cut by position, so that they are the
-/// same at the next eviction; one that was cut competes with what is left of it. At the end of a prompt, or while
+/// Chunks that hold one of the first `sinks` or the last `recent` tokens always stay whole. Never more than `budget` rows
+/// stay: a budget that cuts a chunk keeps its lower positions. Chunk borders go by position, so they are the same at the
+/// next eviction; a chunk that was cut competes with what is left of it. Use it at the end of a prompt, or while
 /// generating.
 ///
 /// \tparam Scores  parameters of a score (`ScoreParams`)
 /// \par Ties
-/// the lower position is kept. NaN: a chunk with such a row goes first
+/// the lower position is kept. NaN: a chunk with a NaN row goes first
 /// \par Complexity
 /// as `ChunkedScorer`; selection O(rows)
 /// \par Source
@@ -131,7 +131,7 @@ class ChunkKV {
     }
   }
 
-  /// What it was made of.
+  /// The parameters.
   [[nodiscard]] constexpr const Params& params() const noexcept { return params_; }
 
   /// Rows that stay.
@@ -161,8 +161,8 @@ class ChunkKV {
 };
 static_assert(Policy<ChunkKV<>>);
 
-/// Rows that kvpress's ChunkKV keeps of `tokens`: as many chunks as its truncated fraction says, at least one, the
-/// last, partly filled one among them. For comparisons only.
+/// Rows that kvpress's ChunkKV keeps of `tokens`: as many chunks as its truncated fraction says, at least one, including
+/// the last, partly filled one. For comparisons only.
 ///
 /// \par Source
 /// kvpress 0.5.5, `ChunkKVPress`, for scores that protect the end of the prompt; as written

@@ -2,7 +2,7 @@
 #pragma once
 
 // A row matters by what its value adds to the output, not by its attention alone. The first half of the budget still goes
-// by attention: a bound on the error needs the large probabilities kept.
+// by attention: the bound on the error needs the large probabilities to be kept.
 
 #include <kvtrim/core/error.hpp>
 #include <kvtrim/policy/ada_kv.hpp>
@@ -15,20 +15,20 @@
 
 namespace kvtrim {
 
-/// Any policy that ranks rows, in two stages: of the rows that stay, `first_stage` of them are `Inner`'s best, and the
-/// others those with the highest (score + epsilon) * norm of their projected value.
+/// Any policy that ranks rows, in two stages: a share `first_stage` of the rows that stay are `Inner`'s best; the others
+/// are those with the highest (score + epsilon) * norm of the projected value.
 ///
 /// Around `AdaKV`, the heads' budgets come from `Inner`'s scores and the two stages run in each head (CriticalAdaKV).
 /// Needs `Observation::output`.
 ///
-/// \tparam Inner  the policy whose scores, budgets and protection are used; protected rows count to the first stage
+/// \tparam Inner  the policy whose scores, budgets and protection are used; protected rows count towards the first stage
 /// \par Ties
-/// the lower position is kept, in either stage
+/// the lower position is kept, in both stages
 /// \par Complexity
-/// as `Inner`, and O(rows * query heads of a KV head * value_dim * hidden) for the norms
+/// as `Inner`, plus O(rows * query heads per KV head * value_dim * hidden) for the norms
 /// \par Source
-/// Feng et al., 2025, arXiv:2502.03805; differs: as kvpress 0.5.5 computes it (the 1-norm, mean over the group), but what
-/// is protected beyond the first stage stays protected
+/// Feng et al., 2025, arXiv:2502.03805; differs: as kvpress 0.5.5 computes it (the 1-norm, mean over the group), but
+/// protected rows beyond the first stage stay protected
 template <class Inner>
 class CriticalKV {
   static_assert(
@@ -39,8 +39,8 @@ class CriticalKV {
  public:
   /// Parameters.
   struct Params {
-    typename Inner::Params inner{};  ///< of the policy
-    double first_stage = 0.5;        ///< share of the rows that `Inner`'s scores choose
+    typename Inner::Params inner{};  ///< of the inner policy
+    double first_stage = 0.5;        ///< share of the rows that is chosen by `Inner`'s scores
     float epsilon = 1e-4F;           ///< added to a score before it is scaled
   };
   static constexpr std::string_view name = "criticalkv";
@@ -61,7 +61,7 @@ class CriticalKV {
     }
   }
 
-  /// What it was made of.
+  /// The parameters.
   [[nodiscard]] constexpr const Params& params() const noexcept { return params_; }
   /// The policy whose scores are used.
   [[nodiscard]] constexpr const Inner& inner() const noexcept { return inner_; }
@@ -85,7 +85,7 @@ class CriticalKV {
   [[nodiscard]] constexpr std::int32_t first_stage(std::int32_t keep) const noexcept {
     return static_cast<std::int32_t>(keep * params_.first_stage);
   }
-  /// What scales the scores in the second stage.
+  /// The factor of the scores in the second stage.
   [[nodiscard]] constexpr OutputNormFactorParams second_stage() const noexcept { return {}; }
   /// A score of the second stage.
   [[nodiscard]] constexpr float rescaled(float score, float factor) const noexcept {

@@ -9,7 +9,7 @@
 
 namespace kvtrim {
 
-/// What of a row counts for CurKV.
+/// What counts about a row in CurKV.
 enum class CurForm : std::uint8_t {
   product,  ///< share of the keys times share of the values
   average,  ///< mean of both shares
@@ -26,10 +26,10 @@ struct CurParams {
   static constexpr std::string_view title = "kvtrim::CurKV";
   static constexpr Protection protects{4, 0};
 
-  std::int32_t window = 16;         ///< rows among which squared norms are shares; 0: all rows
+  std::int32_t window = 16;         ///< rows over which squared norms become shares; 0: all rows
   CurForm form = CurForm::product;  ///< which shares
 
-  /// \throws std::invalid_argument if the window is negative or the form is none of `CurForm`
+  /// \throws std::invalid_argument if the window is negative or the form is not one of `CurForm`
   constexpr void check(std::string_view who) const {
     if (window < 0) {
       throw_invalid_argument("{}: scores.window {} must be at least 0", who, window);
@@ -43,7 +43,7 @@ static_assert(ScoreParams<CurParams>);
 
 /// Keeps the rows whose keys and values weigh most among their neighbours. The first `sinks` rows always stay.
 ///
-/// Needs keys and values only, so the question may come after the eviction. At the end of a prompt.
+/// Needs keys and values only, so the question may come after the eviction. Use it at the end of a prompt.
 ///
 /// \par Ties
 /// the lower position is kept. NaN: lowest

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// A decorator changes the scores of a method and nothing else of it, and is itself parameters of a score: what takes
-// scores takes decorated ones, TopRows<PerLayer<KeyDiffParams>>.
+// A decorator changes the scores of a method and nothing else, and is itself the parameters of a score: whatever takes
+// scores takes decorated ones too, such as TopRows<PerLayer<KeyDiffParams>>.
 
 #include <kvtrim/policy/detail/joined_name.hpp>
 #include <kvtrim/policy/policy.hpp>
@@ -22,7 +22,7 @@ inline constexpr std::string_view output_norm_name = "output_norm_";
 inline constexpr std::string_view output_norm_title = "kvtrim::OutputNorm of ";
 }  // namespace detail
 
-/// Makes the scores of a layer's KV heads one: all heads then keep the same rows.
+/// Merges the scores of a layer's KV heads into one set: all heads then keep the same rows.
 ///
 /// \tparam Scores  parameters of a score (`ScoreParams`)
 /// \par Source
@@ -44,7 +44,7 @@ struct PerLayer {
 
   /// \throws std::invalid_argument if a parameter of the scores is out of range
   constexpr void check(std::string_view who) const { scores.check(who); }
-  /// As the scores.
+  /// As for the scores.
   [[nodiscard]] constexpr std::int32_t unscored() const noexcept {
     return detail::unscored_rows(scores);
   }
@@ -67,22 +67,21 @@ struct ValueNorm {
       detail::JoinedName<detail::value_norm_title, Scores::title>::value;
   static constexpr Protection protects = Scores::protects;
 
-  Scores scores{};  ///< what is rescaled
-  float epsilon =
-      0;  ///< added to the score first: how much the value counts where the score says nothing
+  Scores scores{};    ///< what is rescaled
+  float epsilon = 0;  ///< added to the score first: how much the value counts where the score is 0
 
   /// \throws std::invalid_argument if epsilon is negative or not finite, or a parameter of the scores out of range
   constexpr void check(std::string_view who) const {
     detail::check_epsilon(who, epsilon);
     scores.check(who);
   }
-  /// As the scores.
+  /// As for the scores.
   [[nodiscard]] constexpr std::int32_t unscored() const noexcept {
     return detail::unscored_rows(scores);
   }
 };
 
-/// Rescales a score by what the row's value is worth after the attention's output projection.
+/// Rescales a score by the norm of the row's value after the attention's output projection.
 ///
 /// \tparam Scores  parameters of a score (`ScoreParams`)
 /// \par Source
@@ -107,7 +106,7 @@ struct OutputNorm {
     detail::check_epsilon(who, epsilon);
     scores.check(who);
   }
-  /// As the scores.
+  /// As for the scores.
   [[nodiscard]] constexpr std::int32_t unscored() const noexcept {
     return detail::unscored_rows(scores);
   }

@@ -20,16 +20,16 @@ struct ExpectedAttentionParams {
   static constexpr std::string_view title = "kvtrim::ExpectedAttention";
   static constexpr Protection protects{4, 0};
 
-  std::int32_t sinks = 4;     ///< first rows: they take no part in the softmax; protect them
-  std::int32_t future = 512;  ///< positions of the queries to come, counted from the next one
-  float epsilon = 0;          ///< added to the expected attention before it meets the value's norm
+  std::int32_t sinks = 4;     ///< first rows, left out of the softmax; protect them
+  std::int32_t future = 512;  ///< number of future positions, counted from the next one
+  float epsilon = 0;          ///< added to the expected attention, before the value's norm
   bool covariance = true;     ///< use the queries' covariance, not their mean alone
-  bool value_norm = true;     ///< times the Euclidean norm of the value
+  bool value_norm = true;     ///< multiply by the Euclidean norm of the value
   float scale = 0;            ///< factor of the logits; 0: 1 / sqrt(head_dim)
-  Rope rope{};                ///< of the model; its frequencies must outlive what is made of this.
-                              ///< Zero frequencies: a model without rotation
+  Rope rope{};  ///< of the model; its frequencies must outlive everything made from this.
+                ///< All frequencies 0: a model without rotation
 
-  /// \throws std::invalid_argument if a size, epsilon or scale is out of range or not finite, or the rotation is not one of
+  /// \throws std::invalid_argument if a size, epsilon or scale is out of range or not finite, or the rotation does not have
   ///   fixed frequencies
   constexpr void check(std::string_view who) const {
     constexpr float most = std::numeric_limits<float>::max();
@@ -59,11 +59,11 @@ struct ExpectedAttentionParams {
 };
 static_assert(ScoreParams<ExpectedAttentionParams>);
 
-/// Keeps the rows that queries to come are expected to attend to, weighted by the norm of their values.
+/// Keeps the rows that future queries are expected to attend to, weighted by the norm of their values.
 ///
-/// Needs `Observation::statistics`: of this prompt (`QueryMoments`), or of a calibration set, and
-/// `Params::scores.rope`, the model's rotation, whose frequencies must outlive the policy. At the end of a prompt, or
-/// while generating. The first `sinks` rows always stay; change `scores.sinks` with them.
+/// Needs `Observation::statistics` (of this prompt, from `QueryMoments`, or of a calibration set) and
+/// `Params::scores.rope`, the model's rotation, whose frequencies must outlive the policy. Use it at the end of a prompt,
+/// or while generating. The first `sinks` rows always stay; change `scores.sinks` along with `sinks`.
 ///
 /// \par Ties
 /// the lower position is kept. NaN: lowest
@@ -71,7 +71,7 @@ static_assert(ScoreParams<ExpectedAttentionParams>);
 /// as `ExpectedAttentionScorer`
 /// \par Source
 /// Devoto et al., 2025, arXiv:2510.00636, with kvpress's defaults: sinks 4, 512 positions, epsilon 0, covariance and
-/// value norm on. kvpress names the form with given statistics ExpectedAttentionStats
+/// value norm on. kvpress calls the form with given statistics ExpectedAttentionStats
 using ExpectedAttention = TopRows<ExpectedAttentionParams>;
 static_assert(Policy<ExpectedAttention>);
 

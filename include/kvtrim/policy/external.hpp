@@ -21,7 +21,7 @@ struct ExternalParams {
 };
 static_assert(ScoreParams<ExternalParams>);
 
-/// Keeps the rows that the caller scored highest: any fp32 number a row, in `Observation::scores`.
+/// Keeps the rows that the caller scored highest: any fp32 number per row, in `Observation::scores`.
 ///
 /// For methods whose scores come from the model (KVzip's second pass, a trained gate), and for scores made step by step
 /// (`score_new_rows`). Without scores the plan is `bad_observation`.

@@ -7,7 +7,7 @@
 
 namespace kvtrim {
 
-/// Keeps everything: the baseline, and the policy of layers that must not be touched.
+/// Keeps everything: the baseline, and the policy for layers that must not be touched.
 ///
 /// \par Source
 /// none

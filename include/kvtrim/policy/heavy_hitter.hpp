@@ -14,16 +14,16 @@ namespace kvtrim {
 
 /// The published algorithms that go by the name of H2O.
 enum class HeavyMode : std::uint8_t {
-  real_drop,  ///< FMInference's `real_drop`: best `heavy` of all but the last `recent` rows; the row that leaves the window competes
-  greedy,     ///< Algorithm 1 of the paper: no window, the lowest row of all goes
-  promote,  ///< FlexGen's: the row that leaves the window is always promoted, one heavy row always goes
+  real_drop,  ///< FMInference's `real_drop`: the best `heavy` of all but the last `recent` rows; the row that leaves the window competes
+  greedy,     ///< Algorithm 1 of the paper: no window, the row with the lowest score goes
+  promote,  ///< FlexGen's: the row that leaves the window is always promoted, and one heavy row always goes
 };
 
 /// Keeps the rows that got the most attention so far, and the most recent ones.
 ///
-/// Attention must be accumulated by the engine's steps (`accumulate_column_sums` for a prompt, `accumulate_probabilities`
-/// or again `accumulate_column_sums` for a decode step). The first cut (after the prompt) is the same in `real_drop` and
-/// `promote`; they differ from the second on.
+/// The engine must accumulate attention in its steps (`accumulate_column_sums` for a prompt; `accumulate_probabilities`
+/// or `accumulate_column_sums` for a decode step). The first cut (after the prompt) is the same in `real_drop` and
+/// `promote`; they differ from the second one on.
 ///
 /// \par Ties
 /// the lower position is kept. NaN: lowest, then by position
@@ -41,12 +41,12 @@ class HeavyHitter {
     std::int64_t sinks = 0;                 ///< first rows, always kept
     HeavyMode mode = HeavyMode::real_drop;  ///< which algorithm
     std::int64_t interval =
-        1;  ///< rows over the budget that start a cut: up to interval - 1 rows more stay
+        1;  ///< rows over the budget that trigger a cut: up to interval - 1 more rows stay
     std::int64_t grace = 0;       ///< rows younger than this many steps are not evicted
-    float decay = 1.0F;           ///< factor on the old sums at each query
-    bool age_normalised = false;  ///< rank by sum / queries that saw the row
+    float decay = 1.0F;           ///< factor applied to the old sums at each query
+    bool age_normalised = false;  ///< rank by sum / number of queries that saw the row
     bool squared = false;         ///< accumulate squared probabilities
-    Removal removal = Removal::overwrite_slot;  ///< how rows go
+    Removal removal = Removal::overwrite_slot;  ///< how rows are removed
   };
   static constexpr std::string_view name = "h2o";
 
@@ -95,7 +95,7 @@ class HeavyHitter {
     scorer().check("kvtrim::HeavyHitter");
   }
 
-  /// What it was made of.
+  /// The parameters.
   [[nodiscard]] constexpr const Params& params() const noexcept { return params_; }
   /// Rows that stay after a cut.
   [[nodiscard]] constexpr std::int32_t budget() const noexcept {
@@ -112,14 +112,14 @@ class HeavyHitter {
       return {in.live, {sinks, window}, recent, Status::ok};
     }
     if (params_.mode == HeavyMode::promote && in.state.rows_at_eviction > 0) {
-      // The rows that left the window since the last cut are promoted: they do not compete.
+      // Rows that have left the window since the last cut are promoted: they do not compete.
       window =
           std::max(window, std::min(recent + in.live - in.state.rows_at_eviction, keep - sinks));
     }
     return {keep, {sinks, window}, recent, Status::ok};
   }
 
-  /// As asked.
+  /// As given in the parameters.
   [[nodiscard]] constexpr Removal removal() const noexcept { return params_.removal; }
   /// Accumulated attention.
   [[nodiscard]] constexpr AccumulateParams scorer() const noexcept {

@@ -21,9 +21,9 @@ struct KeyDiffParams {
 };
 static_assert(ScoreParams<KeyDiffParams>);
 
-/// Keeps the rows whose keys point elsewhere than the mean key of their KV head.
+/// Keeps the rows whose keys point away from the mean key of their KV head.
 ///
-/// Needs keys only, so the question may come after the eviction. At the end of a prompt, block by block, or while
+/// Needs keys only, so the question may come after the eviction. Use it at the end of a prompt, block by block, or while
 /// generating.
 ///
 /// \par Ties

@@ -23,8 +23,8 @@ static_assert(ScoreParams<KeyNormParams>);
 
 /// Keeps the rows with the shortest keys of their KV head.
 ///
-/// Needs keys only. At the end of a prompt, or while generating: a row's score never changes, so `score_new_rows` can
-/// score each row once.
+/// Needs keys only. Use it at the end of a prompt, or while generating: a row's score never changes, so `score_new_rows`
+/// can score each row once.
 ///
 /// \par Ties
 /// the lower position is kept. NaN: lowest

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// The policy must protect exactly the rows that the scorer does not score, so both cut the rows by one function.
+// The policy must protect exactly the rows that the scorer does not score, so both cut the rows with the same function.
 
 #include <kvtrim/cache/sequence_state.hpp>
 #include <kvtrim/core/error.hpp>
@@ -24,7 +24,7 @@ struct LagKVParams {
   static constexpr Protection protects{4, 2 * 128 - 1};
 
   std::int32_t sinks = 4;      ///< first rows, in no partition
-  std::int32_t lag = 128;      ///< rows of a partition; each is scored by the one behind it
+  std::int32_t lag = 128;      ///< rows per partition; each is scored by the partition after it
   bool cross_scoring = false;  ///< compare rows of different partitions by their scores, not ranks
   bool judged_once = false;    ///< rows before the last eviction's last partition are left alone
 
@@ -38,16 +38,16 @@ struct LagKVParams {
           sinks);
     }
   }
-  /// The last partition and the remainder have nothing behind them.
+  /// The last partition and the remainder have nothing after them.
   [[nodiscard]] constexpr std::int32_t unscored() const noexcept { return 2 * lag - 1; }
 };
 static_assert(ScoreParams<LagKVParams>);
 
-/// How rows are cut, by ranks in position order: `begin` rows are in no partition, then `partitions` full ones follow,
-/// then a remainder. All but the last partition are scored.
+/// How rows are cut, by rank in position order: `begin` rows in no partition, then `partitions` full partitions, then a
+/// remainder. All partitions except the last are scored.
 struct LagLayout {
-  std::int32_t begin = 0;       ///< sinks, or the rows that were judged
-  std::int32_t partitions = 0;  ///< full partitions behind them
+  std::int32_t begin = 0;       ///< sinks, or the rows already judged
+  std::int32_t partitions = 0;  ///< full partitions after them
 
   /// Rows that are scored.
   [[nodiscard]] constexpr std::int32_t scored(std::int32_t lag) const noexcept {
@@ -58,7 +58,7 @@ struct LagLayout {
 /// Cuts `live` rows of a table in `state`.
 ///
 /// With `judged_once` the borders are those of the whole sequence, sinks + k * lag: what was scored at the last
-/// eviction is counted from the rows that it left and the positions since then.
+/// eviction is derived from the number of rows it left and the next position at that time.
 ///
 /// \par Complexity
 /// O(1)
@@ -68,7 +68,7 @@ struct LagLayout {
   const std::int32_t lag = params.lag;
   LagLayout layout{std::min(params.sinks, live), 0};
   if (params.judged_once && state.rows_at_eviction > 0) {
-    const std::int64_t next = state.next_position - (live - state.rows_at_eviction);  // of then
+    const std::int64_t next = state.next_position - (live - state.rows_at_eviction);  // then
     if (next - params.sinks >= 2 * static_cast<std::int64_t>(lag)) {
       const std::int64_t border = params.sinks + lag * ((next - params.sinks) / lag - 1);
       const std::int64_t judged = state.rows_at_eviction - (next - border);
@@ -80,12 +80,12 @@ struct LagLayout {
   return layout;
 }
 
-/// Keeps the rows whose channels stand out against the rows behind them; the last `lag` to 2 * lag - 1 rows and the
+/// Keeps the rows whose channels stand out against the rows after them; the last `lag` to 2 * lag - 1 rows and the
 /// first `sinks` always stay.
 ///
-/// Needs keys and values only, so the question may come after the eviction. At the end of a prompt. Where there are
-/// fewer than sinks + 2 * lag rows, or the budget does not hold what always stays, it is a sliding window: the sinks
-/// and the last rows.
+/// Needs keys and values only, so the question may come after the eviction. Use it at the end of a prompt. With fewer
+/// than sinks + 2 * lag rows, or a budget too small for what always stays, it becomes a sliding window: the sinks and
+/// the last rows.
 ///
 /// \par Ties
 /// ranks of different partitions are equal: the lower position is kept. NaN: lowest
@@ -94,14 +94,14 @@ struct LagLayout {
 /// \par Source
 /// Liang et al., 2025, arXiv:2504.04704, with the sizes and the selection of kvpress: one cut over all partitions,
 /// whose equal ranks kvpress breaks arbitrarily; differs: a budget too small for the last partitions is a sliding
-/// window, where kvpress keeps any of them. The authors' own schedule is `RecursiveLagKV`
+/// window, where kvpress keeps arbitrary ones of them. The authors' own schedule is `RecursiveLagKV`
 class LagKV {
  public:
   /// Parameters.
   struct Params {
     std::int64_t budget = 1024;  ///< rows that stay, sinks and last partitions included
     std::int64_t sinks = 4;      ///< first rows, always kept
-    std::int64_t lag = 128;      ///< rows of a partition
+    std::int64_t lag = 128;      ///< rows per partition
     bool cross_scoring =
         false;  ///< compare rows of different partitions by their scores, not ranks
   };
@@ -133,7 +133,7 @@ class LagKV {
     }
   }
 
-  /// What it was made of.
+  /// The parameters.
   [[nodiscard]] constexpr const Params& params() const noexcept { return params_; }
 
   /// Rows that stay.
@@ -162,25 +162,25 @@ class LagKV {
 };
 static_assert(Policy<LagKV>);
 
-/// LagKV on its authors' schedule: as soon as a partition has a full one behind it, it is cut to `keep` rows, once.
+/// LagKV on its authors' schedule: as soon as a partition has a full one after it, it is cut to `keep` rows, once.
 ///
-/// Call it at the end of a prompt and after each step; it cuts when two full partitions wait. There is no budget: of n
-/// tokens stay sinks + keep * (partitions - 1) + lag + the remainder. A budget given at run time replaces that number.
-/// However a sequence is cut into calls, the same rows stay, but for calls that come late: those cut several partitions
-/// with the same result. Not for sequences that another policy, or a truncation into cut rows, has touched.
+/// Call it at the end of a prompt and after each step; it cuts when two full partitions are waiting. There is no budget:
+/// of n tokens, sinks + keep * (partitions - 1) + lag + the remainder stay. A budget given at run time replaces that
+/// number. However the calls are spread over a sequence, the same rows stay; a late call cuts several partitions at once,
+/// with the same result. Not for sequences touched by another policy, or truncated into rows that were already cut.
 ///
 /// \par Ties
 /// the lower position is kept. NaN: lowest
 /// \par Complexity
 /// as `LagKVScorer`; selection O(rows)
 /// \par Source
-/// Liang et al., 2025, arXiv:2504.04704, sizes as the authors' code; differs: the rows that stay keep their order
+/// Liang et al., 2025, arXiv:2504.04704, sizes as in the authors' code; differs: the rows that stay keep their order
 class RecursiveLagKV {
  public:
   /// Parameters.
   struct Params {
     std::int64_t sinks = 16;  ///< first rows, always kept
-    std::int64_t lag = 1024;  ///< rows of a partition
+    std::int64_t lag = 1024;  ///< rows per partition
     std::int64_t keep = 512;  ///< rows that stay of each partition
   };
   static constexpr std::string_view name = "lagkv_recursive";
@@ -204,7 +204,7 @@ class RecursiveLagKV {
     }
   }
 
-  /// What it was made of.
+  /// The parameters.
   [[nodiscard]] constexpr const Params& params() const noexcept { return params_; }
 
   /// Rows that stay.
@@ -219,7 +219,7 @@ class RecursiveLagKV {
   }
   /// Rows close up in order.
   [[nodiscard]] constexpr Removal removal() const noexcept { return Removal::stable_pack; }
-  /// Ranks inside the partitions that were not judged yet.
+  /// Ranks inside the partitions that have not been judged yet.
   [[nodiscard]] constexpr LagKVParams scorer() const noexcept {
     return {static_cast<std::int32_t>(params_.sinks),
             static_cast<std::int32_t>(params_.lag),

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Whole pages stay or go: no byte moves, the page table is all that changes. So one policy serves engines with one table
-// for all layers, and the pages are free the moment the table is written.
+// Whole pages stay or go: no byte moves, only the page table changes. So this policy also serves engines with one table
+// for all layers, and the pages are free as soon as the table is written.
 
 #include <kvtrim/cache/cache_view.hpp>
 #include <kvtrim/core/error.hpp>
@@ -40,15 +40,15 @@ struct PageScoreParams {
       Reduction::sum;  ///< over KV heads (and layers) that share a page set; mean = sum
 };
 
-/// Who shares one set of pages. Never finer than what a page table serves.
+/// What shares one set of pages. Never finer than what a page table serves.
 enum class PageUnit : std::uint8_t {
   per_table,  ///< as fine as the tables allow: per head, per layer or per group
   per_layer,  ///< one set for all KV heads of a layer
   per_group,  ///< one set for all layers
 };
 
-/// What `PageSelector` scores tokens by unless told otherwise: the most that one of the window's queries pays to a row,
-/// averaged over the group, smoothed over 9 columns.
+/// How `PageSelector` scores tokens by default: the most attention that any of the window's queries pays to a row,
+/// averaged over the group and smoothed over 9 columns.
 inline constexpr WindowParams page_window_scores{.window = 16,
                                                  .kernel = 9,
                                                  .rows = Reduction::max,
@@ -66,15 +66,15 @@ inline constexpr WindowParams default_page_scores<WindowParams> = page_window_sc
 /// Keeps the pages that hold what matters, by any token score; 0 bytes are moved.
 ///
 /// A page is scored by its rows, the scores of KV heads (and layers) that share a page set are added, and the best pages
-/// stay. The pages of the sinks, of the last `window` rows and a partly filled last page always stay. Of `budget` rows so
-/// many whole pages are kept as fit: never more rows than the budget, at most page_size - 1 fewer. While a sequence is
-/// generated the same call drops the worst page each time the budget is exceeded, every page_size steps.
+/// stay. The pages of the sinks, of the last `window` rows and a partly filled last page always stay. As many whole pages
+/// are kept as fit into `budget` rows: never more rows than that, and at most page_size - 1 fewer. During generation the
+/// same call drops the worst page each time the budget is exceeded, which is every page_size steps.
 ///
 /// \tparam TokenScores  parameters of the token's score (`ScoreParams`)
 /// \par Ties
-/// the lower page is kept. NaN: counts as the lowest score inside a page (`page_scores`), and is counted in the report
+/// the lower page is kept. NaN: taken as the lowest score inside a page (`page_scores`), and counted in the report
 /// \par Complexity
-/// as the token scorer; selection O(rows) a KV head and O(pages) a table
+/// as the token scorer; selection O(rows) per KV head and O(pages) per table
 /// \par Source
 /// own; the measurements that chose the defaults are in bench/README.md
 template <class TokenScores = WindowParams>
@@ -86,11 +86,11 @@ class PageSelector {
  public:
   /// Parameters.
   struct Params {
-    TokenScores scores = detail::default_page_scores<TokenScores>;  ///< what ranks a token
+    TokenScores scores = detail::default_page_scores<TokenScores>;  ///< how a token is scored
     PageScoreParams pages{.heads = Reduction::max};                 ///< from tokens to pages
-    PageUnit unit = PageUnit::per_table;                            ///< who shares a page set
+    PageUnit unit = PageUnit::per_table;                            ///< what shares a page set
     std::int64_t budget = 1024;                                     ///< rows that stay at most
-    std::int64_t budget_pages = 0;  ///< pages that stay at most, in place of `budget`
+    std::int64_t budget_pages = 0;  ///< pages that stay at most, instead of `budget`
     std::int64_t sinks = 1;         ///< first rows, whose pages always stay
     std::int64_t window = 16;       ///< last rows, whose pages always stay
   };
@@ -127,7 +127,7 @@ class PageSelector {
     }
   }
 
-  /// What it was made of.
+  /// The parameters.
   [[nodiscard]] constexpr const Params& params() const noexcept { return params_; }
 
   /// Rows that stay at most.
@@ -150,7 +150,7 @@ class PageSelector {
   [[nodiscard]] constexpr const PageScoreParams& page_scores() const noexcept {
     return params_.pages;
   }
-  /// Who shares a page set.
+  /// What shares a page set.
   [[nodiscard]] constexpr PageUnit unit() const noexcept { return params_.unit; }
 
  private:
@@ -158,8 +158,8 @@ class PageSelector {
 };
 static_assert(Policy<PageSelector<>>);
 
-/// The configuration for contexts whose question comes after the eviction: `surprisal` of each token, pooled by an average
-/// of 7, as `Observation::scores`; the best token of a page speaks for it; 4 sinks, the last 16 rows. See bench/README.md.
+/// The configuration for contexts whose question comes after the eviction: the `surprisal` of each token, averaged over 7
+/// neighbours, as `Observation::scores`; a page counts as its best token; 4 sinks, the last 16 rows. See bench/README.md.
 [[nodiscard]] constexpr PageSelector<ExternalParams>::Params agnostic_pages(
     std::int64_t budget) noexcept {
   PageSelector<ExternalParams>::Params p;
@@ -175,7 +175,7 @@ static_assert(Policy<PageSelector<>>);
 /// | expression        | returns           | meaning                       |
 /// |-------------------|-------------------|-------------------------------|
 /// | `p.page_scores()` | `PageScoreParams` | from token scores to pages    |
-/// | `p.unit()`        | `PageUnit`        | who shares one set of pages   |
+/// | `p.unit()`        | `PageUnit`        | what shares one set of pages  |
 template <class P>
 concept PagePolicy = Policy<P> && requires(const P& p) {
   { p.page_scores() } noexcept -> std::convertible_to<PageScoreParams>;
@@ -183,7 +183,7 @@ concept PagePolicy = Policy<P> && requires(const P& p) {
 };
 static_assert(PagePolicy<PageSelector<>>);
 
-/// Which page set table `t` of a sequence belongs to.
+/// The page set that table `t` of a sequence belongs to.
 [[nodiscard]] constexpr std::int32_t unit_of(PageUnit unit,
                                              const CacheView& view,
                                              std::int32_t t) noexcept {

@@ -2,8 +2,8 @@
 #pragma once
 
 // A policy is a value: parameters and rules, no state of a sequence. What is new in a method is its scorer or its
-// demand; everything else (ties, protection, shared pages, moves, reports) is common to all. What a score has to say of
-// itself stands with its parameters, once, for all policies that can be made of it.
+// demand; everything else (ties, protection, shared pages, moves, reports) is common to all. The facts about a score
+// stand with its parameters, once, for all policies that can be made from it.
 
 #include <kvtrim/cache/sequence_state.hpp>
 #include <kvtrim/core/error.hpp>
@@ -20,25 +20,25 @@
 
 namespace kvtrim {
 
-/// What a policy may look at when it says how much of one page table must go.
+/// What a policy may look at when it decides how much of one page table must go.
 struct DemandInput {
   SequenceState state;         ///< of the table
   std::int32_t live = 0;       ///< live rows
-  std::int32_t page_size = 1;  ///< rows a page
-  std::int32_t first_row = 0;  ///< rows of left padding: page borders count from before them
+  std::int32_t page_size = 1;  ///< rows per page
+  std::int32_t first_row = 0;  ///< rows of left padding, included when counting page borders
   std::int32_t budget =
       -1;           ///< budget given at run time (`Observation::budgets`); -1: the policy's own
   LayerId layer{};  ///< layer of the view
   std::int32_t layers = 1;  ///< layers of the view
 };
 
-/// How many rows stay, and which of them are no candidates.
+/// How many rows stay, and which rows are not candidates.
 struct Demand {
   std::int32_t keep = 0;  ///< rows that stay; `live` or more: nothing is evicted
   Protection protection;  ///< sinks and recent rows, in position order
   std::int32_t window =
-      0;  ///< rows of the recent window proper: the row before them gives its slot to the next append
-  Status status = Status::ok;  ///< `chunk_too_long` where the demand cannot be met
+      0;  ///< rows of the recent window itself: the row before them gives its slot to the next append
+  Status status = Status::ok;  ///< `chunk_too_long` if the demand cannot be met
 };
 
 /// Scorer parameters of policies that keep by position alone.
@@ -47,14 +47,14 @@ struct Demand {
 /// none
 struct NoScores {};
 
-/// Parameters of a score, and what every policy made of it must know: which rows it protects unless told otherwise, and
-/// which parameters are out of range.
+/// Parameters of a score, and what every policy made from it must know: which rows are protected by default, and which
+/// parameters are out of range.
 ///
 /// | expression     | returns               | meaning                                                                    |
 /// |----------------|-----------------------|----------------------------------------------------------------------------|
 /// | `S::name`      | to `std::string_view` | short name, unique in the library                                          |
 /// | `S::title`     | to `std::string_view` | what error messages call `TopRows<S>`: "kvtrim::KeyNorm"                   |
-/// | `S::protects`  | to `Protection`       | default of the first and the last rows that always stay                    |
+/// | `S::protects`  | to `Protection`       | default number of first and of last rows that always stay                  |
 /// | `s.check(who)` | `void`                | throws `std::invalid_argument` in the name of `who` if a parameter is out of range |
 /// | `s.unscored()` | to `std::int32_t`     | optional: last rows that have no score, so that a policy must protect them |
 ///
@@ -80,7 +80,7 @@ concept ScoreParams =
 /// | `p.removal()`  | `Removal`, `noexcept`| the way rows are removed unless the caller names one                      |
 /// | `p.scorer()`   | a `Scorer`, or parameters that `ScorerOf` maps to one | what ranks the candidates                |
 ///
-/// Semantics the compiler cannot check: `demand` is pure, never keeps more than `live` rows unless it keeps all, and does
+/// Semantics the compiler cannot check: `demand` is pure, asks for more than `live` rows only if it keeps all, and does
 /// not depend on scores. Policies are trivially copyable, so one object serves all sequences and threads.
 ///
 /// \par Source
@@ -93,8 +93,8 @@ concept Policy = std::is_trivially_copyable_v<P> && requires(const P& p, const D
   p.scorer();
 };
 
-/// A policy that ranks rows by their scores: what `AdaKV` and `CriticalKV` can be put around. Policies that keep by
-/// position have no scores, and those that choose pages rank no rows.
+/// A policy that ranks rows by their scores, so that `AdaKV` and `CriticalKV` can wrap it. Policies that keep by position
+/// have no scores, and those that choose pages do not rank rows.
 template <class P>
 concept RowPolicy = Policy<P> && requires(const P& p) {
   requires !std::is_same_v<std::remove_cvref_t<decltype(p.scorer())>, NoScores>;
@@ -103,7 +103,7 @@ concept RowPolicy = Policy<P> && requires(const P& p) {
 
 namespace detail {
 
-/// Last rows that have no score.
+/// Number of last rows that have no score.
 template <ScoreParams S>
 [[nodiscard]] constexpr std::int32_t unscored_rows(const S& scores) noexcept {
   if constexpr (requires { scores.unscored(); }) {

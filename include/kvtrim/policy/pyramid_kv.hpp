@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// SnapKV's scores, a budget that falls from layer to layer. Layers of different lengths need their own page tables.
+// SnapKV's scores with a budget that falls from layer to layer. Layers of different lengths need their own page tables.
 
 #include <kvtrim/budget/pyramid.hpp>
 #include <kvtrim/core/error.hpp>
@@ -17,21 +17,21 @@ namespace kvtrim {
 
 /// SnapKV with more rows in early layers than in deep ones.
 ///
-/// A view of all layers tells the layer by itself (`TableScope::layer` or `head`); an engine that evicts layer by layer
-/// gives `layers` and, in `Observation::budgets`, what `pyramid().rows(live, layer)` says.
+/// A view of all layers identifies the layer (`TableScope::layer` or `head`); an engine that evicts layer by layer sets
+/// `layers` and passes `pyramid().rows(live, layer)` as `Observation::budgets`.
 ///
 /// \par Ties
 /// the lower position is kept. NaN: lowest, then by position
 /// \par Complexity
-/// as `SnapKVSelector`, and O(layers^2) for the budgets
+/// as `SnapKVSelector`, plus O(layers^2) for the budgets
 /// \par Source
-/// Cai et al., 2024, arXiv:2406.02069; differs: `Pyramid` says how
+/// Cai et al., 2024, arXiv:2406.02069; differs: see `Pyramid`
 class PyramidKV {
  public:
   /// Parameters.
   struct Params {
-    SnapKVSelector::Params snapkv{};        ///< scores; its budget is the average of the layers
-    std::int64_t beta = 20;                 ///< the deepest layer has 1/beta of the average
+    SnapKVSelector::Params snapkv{};        ///< scores; its budget is the average over the layers
+    std::int64_t beta = 20;                 ///< the deepest layer keeps 1/beta of the average
     std::int64_t layers = 0;                ///< layers of the model; 0: those of the view
     PyramidForm form = PyramidForm::exact;  ///< whose arithmetic
   };
@@ -50,10 +50,10 @@ class PyramidKV {
     }
   }
 
-  /// What it was made of.
+  /// The parameters.
   [[nodiscard]] constexpr const Params& params() const noexcept { return params_; }
 
-  /// The budgets, where a layer keeps `budget` rows on average and a model has `layers` layers.
+  /// The budgets of a model of `layers` layers that keep `budget` rows on average.
   [[nodiscard]] constexpr Pyramid pyramid(std::int32_t budget, std::int32_t layers) const noexcept {
     return {budget,
             static_cast<std::int32_t>(params_.snapkv.window + params_.snapkv.sinks),
@@ -62,7 +62,7 @@ class PyramidKV {
             params_.form};
   }
 
-  /// Rows that stay in `in.layer`; a budget given at run time is the average of the layers. The pyramid is that of all
+  /// Rows that stay in `in.layer`; a budget given at run time is the average over the layers. The pyramid is that of all
   /// tokens seen, so that what a first eviction left is not cut again.
   [[nodiscard]] Demand demand(const DemandInput& in) const noexcept {
     Demand demand = snapkv_.demand(in);

@@ -21,18 +21,19 @@ struct QFilterParams {
 };
 static_assert(ScoreParams<QFilterParams>);
 
-/// Keeps the rows whose keys lie on the side that the queries of their KV head lean to, as calibrated filters say.
+/// Keeps the rows whose keys lie on the side that the queries of their KV head lean towards, according to calibrated
+/// filters.
 ///
 /// Needs keys and `Observation::filters`: without filters, or with filters of another head dim, the plan is
-/// `bad_observation`. At the end of a prompt, or while generating (`score_new_rows` scores each row once).
+/// `bad_observation`. Use it at the end of a prompt, or while generating (`score_new_rows` scores each row once).
 ///
 /// \par Ties
 /// the lower position is kept. NaN: lowest
 /// \par Complexity
 /// as `QFilterScorer`
 /// \par Source
-/// Godey et al., 2025, arXiv:2503.02812, as written; kvpress downloads filters by the model's name, here the caller
-/// brings them
+/// Godey et al., 2025, arXiv:2503.02812, as written; kvpress downloads filters by model name, here the caller provides
+/// them
 using QFilter = TopRows<QFilterParams>;
 static_assert(Policy<QFilter>);
 

@@ -17,17 +17,17 @@ struct RandomParams {
   static constexpr std::string_view title = "kvtrim::Random";
   static constexpr Protection protects{0, 0};
 
-  std::uint64_t seed = 0;  ///< another seed, another choice
+  std::uint64_t seed = 0;  ///< a different seed gives a different choice
 
   /// Nothing to check.
   constexpr void check(std::string_view) const noexcept {}
 };
 static_assert(ScoreParams<RandomParams>);
 
-/// Keeps rows by lot: what a method must beat.
+/// Keeps rows at random: the baseline that a method must beat.
 ///
-/// The choice is a function of seed, layer, KV head and position: the same on every machine and in every batch. At the end
-/// of a prompt, or while generating.
+/// The choice is a function of seed, layer, KV head and position: the same on every machine and in every batch. Use it at
+/// the end of a prompt, or while generating.
 ///
 /// \par Ties
 /// the lower position is kept. NaN: never

@@ -12,7 +12,7 @@ namespace kvtrim {
 /// Where the maximum over the query heads of a KV head is taken.
 enum class RKVGroup : std::uint8_t {
   probabilities,  ///< of each head's own softmax
-  logits,         ///< before one softmax, which a head with large logits decides alone
+  logits,         ///< before a common softmax, which a head with large logits dominates
 };
 
 /// Parameters of `RKVScorer`.
@@ -24,11 +24,11 @@ struct RKVParams {
   static constexpr std::string_view title = "kvtrim::RKV";
   static constexpr Protection protects{0, 8};
 
-  std::int32_t window = 8;  ///< last rows, whose queries vote and which have no attention score
+  std::int32_t window = 8;  ///< last rows: their queries vote, and they have no attention score
   std::int32_t kernel = 7;  ///< max-pooling over neighbouring columns, odd
-  float lambda = 0.1F;      ///< weight of attention; 1 - lambda is that of redundancy
+  float lambda = 0.1F;      ///< weight of attention; that of redundancy is 1 - lambda
   float threshold = 0.5F;   ///< cosine above which two keys are alike
-  RKVGroup group = RKVGroup::probabilities;  ///< where query heads meet
+  RKVGroup group = RKVGroup::probabilities;  ///< where query heads are reduced
 
   /// What the authors' code does where it differs from their paper: lambda 0.07, maximum over logits.
   [[nodiscard]] static constexpr RKVParams authors_code() noexcept {
@@ -36,7 +36,7 @@ struct RKVParams {
   }
 
   /// \throws std::invalid_argument if the window is below 1, the kernel not odd, lambda or threshold not within 0 and 1, or
-  ///   the group is none of `RKVGroup`
+  ///   the group not one of `RKVGroup`
   constexpr void check(std::string_view who) const {
     if (window < 1 || kernel < 1 || kernel % 2 == 0) {
       throw_invalid_argument(
@@ -60,16 +60,16 @@ static_assert(ScoreParams<RKVParams>);
 
 /// Keeps the rows that the last queries attend to and that no other row repeats. The last `recent` rows always stay.
 ///
-/// Made for long reasoning: call it every so many steps while generating (the authors: 128), with the last
-/// `scores.window` queries (`QueryRing`). Change `recent` with `scores.window`.
+/// Made for long reasoning: call it at regular intervals while generating (the authors: every 128 steps), with the last
+/// `scores.window` queries (`QueryRing`). Change `recent` along with `scores.window`.
 ///
 /// \par Ties
 /// the lower position is kept. NaN: lowest
 /// \par Complexity
 /// as `RKVScorer`
 /// \par Source
-/// Cai et al., 2025, arXiv:2505.24133, with the paper's lambda; `RKVParams::authors_code` has what the authors' code
-/// does else; differs: see `RKVScorer`
+/// Cai et al., 2025, arXiv:2505.24133, with the paper's lambda; `RKVParams::authors_code` has what the authors' code does
+/// instead; differs: see `RKVScorer`
 using RKV = TopRows<RKVParams>;
 static_assert(Policy<RKV>);
 

@@ -12,22 +12,23 @@
 
 namespace kvtrim {
 
-/// Keeps the rows of the prompt that its last queries attend to, and those last rows. Once, at the end of the prompt.
+/// Keeps the rows of the prompt that its last queries attend to, and those last rows. Use it once, at the end of the
+/// prompt.
 ///
-/// Nothing goes while there are at most `budget` rows; a prompt shorter than the window is legal.
+/// Nothing goes while there are at most `budget` rows; a prompt shorter than the window is allowed.
 ///
 /// \par Ties
 /// the lower position is kept. NaN: lowest, then by position
 /// \par Complexity
 /// as `WindowScorer`; selection O(rows)
 /// \par Source
-/// Li et al., 2024, arXiv:2404.14469; differs: one set a KV head (the group's mean; the paper caches repeated heads),
-/// the mean over the window's rows (kvpress, Ada-KV) where the paper's code sums: the same set for one head
+/// Li et al., 2024, arXiv:2404.14469; differs: one set per KV head (the group's mean; the paper caches repeated heads),
+/// the mean over the window's rows (as in kvpress and Ada-KV) where the paper's code sums: the same set for one head
 class SnapKVSelector {
  public:
   /// Parameters.
   struct Params {
-    std::int64_t window = 32;            ///< last rows: their queries vote, they always stay
+    std::int64_t window = 32;            ///< last rows: their queries vote, and they always stay
     std::int64_t budget = 1024;          ///< rows that stay, window and sinks included
     std::int64_t kernel = 5;             ///< pooling kernel, odd
     Reduction rows = Reduction::mean;    ///< over the window's queries
@@ -39,8 +40,8 @@ class SnapKVSelector {
   static constexpr std::string_view name = "snapkv";
 
   /// The configuration that found every needle where the paper's found none (bench/README.md): maxima over the window's
-  /// rows and over the group, so that one query that knows is enough; max-pooling 15 wide, so that a phrase stays whole;
-  /// 4 sinks.
+  /// rows and over the group, so that one query that knows is enough; max-pooling over 15 columns, so that a phrase stays
+  /// whole; 4 sinks.
   [[nodiscard]] static constexpr Params maxima(std::int64_t budget) noexcept {
     Params p;
     p.budget = budget;
@@ -82,7 +83,7 @@ class SnapKVSelector {
     }
   }
 
-  /// What it was made of.
+  /// The parameters.
   [[nodiscard]] constexpr const Params& params() const noexcept { return params_; }
 
   /// Rows that stay.

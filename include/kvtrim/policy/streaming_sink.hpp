@@ -11,7 +11,7 @@
 
 namespace kvtrim {
 
-/// How `StreamingSink` meets page borders.
+/// How `StreamingSink` treats page borders.
 enum class SinkForm : std::uint8_t {
   pages,  ///< whole pages leave the table: 0 bytes moved, a little more than sinks + recent rows stay
   exact,  ///< exactly sinks + recent rows stay; a decode step overwrites the oldest recent slot
@@ -19,11 +19,11 @@ enum class SinkForm : std::uint8_t {
 
 /// Keeps the first `sinks` and the last `recent` rows: attention sinks and a sliding window.
 ///
-/// Acts between steps, so that a query sees up to sinks + recent rows and its own step's; `make_room` cuts first
-/// instead. In `pages` form between sinks + recent and ceil(sinks / N) * N + recent + N - 1 rows of page size N stay.
+/// Acts between steps, so a query sees up to sinks + recent rows plus those of its own step; `make_room` cuts before the
+/// step instead. In `pages` form, with pages of N rows, sinks + recent to ceil(sinks / N) * N + recent + N - 1 rows stay.
 ///
 /// \par Ties
-/// no scores. Rows count in position order
+/// none: there are no scores. Rows are counted in position order
 /// \par Complexity
 /// demand O(1); a page drop is O(pages of the table)
 /// \par Source
@@ -35,11 +35,11 @@ class StreamingSink {
   struct Params {
     std::int64_t sinks = 4;           ///< first rows, always kept
     std::int64_t recent = 1024;       ///< last rows, always kept
-    SinkForm form = SinkForm::pages;  ///< page borders
+    SinkForm form = SinkForm::pages;  ///< how page borders are treated
     std::int64_t capacity =
-        0;  ///< rows the cache has; recent is cut to capacity - sinks. 0: no limit
+        0;  ///< rows that the cache can hold; recent is cut to capacity - sinks. 0: no limit
     /// Rows that stay at most after a cut, whole pages counted: recent is cut to hard_budget - sinks, and in `pages` form
-    /// the window shrinks to a page border; where not even one page fits, it stays and the plan is `over_budget`. 0: none
+    /// the window shrinks to a page border; if not even one page fits, one stays and the plan is `over_budget`. 0: no limit
     std::int64_t hard_budget = 0;
   };
   static constexpr std::string_view name = "streaming";
@@ -77,10 +77,10 @@ class StreamingSink {
     }
   }
 
-  /// What it was made of; recent as cut to the capacity and the hard budget.
+  /// The parameters, with recent cut to the capacity and the hard budget.
   [[nodiscard]] constexpr const Params& params() const noexcept { return params_; }
 
-  /// The same policy, to be applied before `n` new rows come: cuts to sinks + recent - n, so that no query sees more
+  /// The same policy, to be applied before `n` new rows are added: cuts to sinks + recent - n, so that no query sees more
   /// than sinks + recent rows. The plan's status is `chunk_too_long` for n above `max_chunk()`.
   [[nodiscard]] constexpr StreamingSink make_room(std::int32_t n) const noexcept {
     StreamingSink other = *this;
@@ -92,7 +92,7 @@ class StreamingSink {
     return static_cast<std::int32_t>(params_.recent);
   }
 
-  /// Pages of one table that are in use at most, when at most `chunk` rows are added between cuts: just before a cut.
+  /// Most pages of one table that are ever in use (just before a cut), when at most `chunk` rows are added between cuts.
   [[nodiscard]] constexpr std::int32_t max_pages(std::int32_t page_size,
                                                  std::int32_t chunk = 1) const noexcept {
     const std::int64_t window = params_.recent + chunk + page_size - 1;
@@ -110,7 +110,7 @@ class StreamingSink {
           std::min<std::int64_t>(recent, params_.hard_budget - params_.sinks));
     }
     if (incoming_ > recent) { return {in.live, {}, 0, Status::chunk_too_long}; }
-    // A budget below the sinks keeps them all the same: the planner compares `keep` with what is protected.
+    // A budget below the sinks still keeps all of them: the planner compares `keep` with what is protected.
     const bool below_sinks = in.budget >= 0 && in.budget < sinks;
     const std::int32_t most = below_sinks ? in.budget : sinks + recent;
     if (static_cast<std::int64_t>(in.live) + incoming_ <= most) {
@@ -127,7 +127,7 @@ class StreamingSink {
     return {below_sinks ? in.budget : sinks + recent, {sinks, recent}, recent, status};
   }
 
-  /// By the form.
+  /// Depends on the form.
   [[nodiscard]] constexpr Removal removal() const noexcept {
     return params_.form == SinkForm::pages ? Removal::drop_pages : Removal::overwrite_slot;
   }
@@ -140,7 +140,7 @@ class StreamingSink {
     const std::int64_t end = params_.sinks + in.first_row + in.page_size - 1;
     return end / in.page_size * in.page_size - in.first_row;
   }
-  // Rows of whole pages that a window of `recent` rows keeps, those of the sinks included.
+  // Rows of the whole pages that a window of `recent` rows keeps, those of the sinks included.
   [[nodiscard]] constexpr std::int64_t rows_on_pages(const DemandInput& in,
                                                      std::int32_t recent) const noexcept {
     const std::int64_t first = static_cast<std::int64_t>(in.live) - recent + in.first_row;
@@ -150,7 +150,7 @@ class StreamingSink {
                                   sink_rows(in) + std::max<std::int64_t>(0, in.live - begin));
   }
   // Longest window that starts on a page border and keeps sink pages + window + chunk within the hard budget; below 1
-  // where there is none.
+  // if there is none.
   [[nodiscard]] constexpr std::int32_t whole_page_window(const DemandInput& in) const noexcept {
     const std::int64_t most = params_.hard_budget - incoming_ - sink_rows(in);
     if (most < 1) { return 0; }

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Most published methods are a score and nothing else: the best rows stay, a few at either end always. They are aliases
-// of the one policy below; what a method adds are its scorer and the facts that stand with its parameters.
+// Most published methods are a score and nothing else: the best rows stay, and a few at either end always stay. They are
+// aliases of the one policy below; a method adds its scorer and the facts that stand with its parameters.
 
 #include <kvtrim/core/error.hpp>
 #include <kvtrim/policy/policy.hpp>
@@ -22,7 +22,7 @@ namespace kvtrim {
 /// \par Complexity
 /// as the scorer; selection O(rows)
 /// \par Source
-/// the method's header says it
+/// see the method's header
 template <class Scores>
 class TopRows {
   static_assert(
@@ -74,7 +74,7 @@ class TopRows {
     }
   }
 
-  /// What it was made of.
+  /// The parameters.
   [[nodiscard]] constexpr const Params& params() const noexcept { return params_; }
 
   /// Rows that stay.

@@ -15,7 +15,7 @@ namespace kvtrim {
 struct TovaParams {
   static constexpr std::string_view name = "tova";
   static constexpr std::string_view title = "kvtrim::Tova";
-  static constexpr Protection protects{0, 1};  // the token that is the last query's own
+  static constexpr Protection protects{0, 1};  // the last query's own token
 
   /// Nothing to check.
   constexpr void check(std::string_view) const noexcept {}
@@ -24,7 +24,7 @@ static_assert(ScoreParams<TovaParams>);
 
 /// Keeps the rows that the last query attends to, one set for all KV heads of a layer; the last row always stays.
 ///
-/// At the end of a prompt, and after each decode step with that step's query.
+/// Use it at the end of a prompt, and after each decode step with that step's query.
 ///
 /// \par Ties
 /// the lower position is kept. NaN: lowest
@@ -36,7 +36,7 @@ static_assert(ScoreParams<TovaParams>);
 using Tova = TopRows<TovaParams>;
 static_assert(Policy<Tova>);
 
-/// Parameters of Tova as its authors' code runs: the newest token competes with the others and may go at once.
+/// Parameters of Tova as in its authors' code: the newest token competes with the others and may go at once.
 ///
 /// \par Source
 /// Oren et al., 2024, arXiv:2401.06104, as written

@@ -19,8 +19,8 @@ enum class PoolColumns : std::uint8_t {
   all_columns,  ///< the observation window's columns too
 };
 
-/// Parameters of `WindowScorer`: SnapKV's scores, to be decorated (TopRows<ValueNorm<WindowParams>>). Undecorated they are
-/// `SnapKVSelector`.
+/// Parameters of `WindowScorer`: SnapKV's scores, for use with decorators (TopRows<ValueNorm<WindowParams>>). Without
+/// decorators, use `SnapKVSelector`.
 ///
 /// \par Source
 /// Li et al., 2024, arXiv:2404.14469
@@ -29,13 +29,13 @@ struct WindowParams {
   static constexpr std::string_view title = "kvtrim::Window";
   static constexpr Protection protects{0, 32};
 
-  std::int32_t window = 32;           ///< last rows whose queries vote; never candidates themselves
-  std::int32_t kernel = 5;            ///< pooling kernel, odd
-  Reduction rows = Reduction::mean;   ///< over the window's queries
-  Reduction group = Reduction::mean;  ///< over the query heads of a KV head
+  std::int32_t window = 32;          ///< last rows, whose queries vote; never candidates themselves
+  std::int32_t kernel = 5;           ///< pooling kernel, odd
+  Reduction rows = Reduction::mean;  ///< over the window's queries
+  Reduction group = Reduction::mean;              ///< over the query heads of a KV head
   Pooling pooling = Pooling::average;             ///< over neighbouring columns
   PoolColumns columns = PoolColumns::candidates;  ///< what the pooling sees
-  bool own_columns = false;  ///< the window's own columns are scored too, not cut
+  bool own_columns = false;  ///< score the window's own columns too, instead of cutting them
 
   /// \throws std::invalid_argument if the window is below 1 or the kernel not odd
   constexpr void check(std::string_view who) const {

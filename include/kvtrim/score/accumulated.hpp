@@ -20,7 +20,7 @@ namespace kvtrim {
 /// O(live rows); no allocation
 /// \par Source
 /// Zhang et al., 2023, arXiv:2306.14048; with `age_normalised` as kvpress's ObservedAttention: the sum divided by the
-/// queries that saw the row
+/// number of queries that saw the row
 class AccumulatedScorer {
  public:
   explicit constexpr AccumulatedScorer(const AccumulateParams& params) noexcept : params_(params) {}
@@ -31,7 +31,7 @@ class AccumulatedScorer {
   [[nodiscard]] Status check(const CacheView& view, const Observation&) const noexcept {
     return view.score_sums && view.score_compensations ? Status::ok : Status::bad_observation;
   }
-  /// Sum plus compensation, divided by `next position - position` if asked.
+  /// Sum plus compensation, divided by `next position - position` with `age_normalised`.
   void score(const HeadRef& head,
              const Observation&,
              std::span<std::byte>,

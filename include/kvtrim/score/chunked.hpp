@@ -17,14 +17,14 @@ namespace kvtrim {
 
 /// Scores a row by the mean of any token score over the live rows of its chunk, summed over the KV heads of the layer.
 ///
-/// One set for all KV heads comes of it: all of them get the same scores. All rows of a chunk score alike, so a budget
-/// that cuts a chunk keeps its lower positions.
+/// The result is one set for all KV heads, since they all get the same scores. All rows of a chunk have the same score, so
+/// a budget that cuts a chunk keeps its lower positions.
 ///
 /// \tparam Scores  parameters of the token score
 /// \par Shapes
 /// scores [live rows], equal in all KV heads
 /// \par Ties
-/// none broken here. NaN: a row that scores NaN in any KV head makes its chunk NaN, so that it goes with all of it
+/// none broken here. NaN: a row that scores NaN in any KV head makes its whole chunk NaN
 /// \par Complexity
 /// as the token score, for each KV head, plus O(KV heads * live rows); no allocation. Sums are taken in double
 /// \par Source
@@ -32,11 +32,11 @@ namespace kvtrim {
 template <class Scores>
 class ChunkedScorer {
  public:
-  /// Scorer of a token.
+  /// The token scorer.
   using Token = typename ScorerOf<Scores>::type;
   /// KV heads of a layer share their scores.
   static constexpr bool common_to_layer = true;
-  /// As the token score.
+  /// As for the token score.
   static constexpr bool reads_given_scores = kvtrim::reads_given_scores<Token>;
 
   /// \pre `params.chunk >= 1`
@@ -70,7 +70,7 @@ class ChunkedScorer {
     Arena arena(scratch.first(own));
     const Layout mem = Layout::take(arena, live);
     std::fill(mem.sums.begin(), mem.sums.end(), 0.0);
-    // A token score that is common to the layer already is not added up again.
+    // A token score that is already common to the layer is not added up again.
     const std::int32_t heads = LayerScorer<Token> ? 1 : view.kv_heads;
     for (std::int32_t h = 0; h < heads; ++h) {
       token_.score({view, s, l, HeadId{h}}, obs, scratch.subspan(own), out);

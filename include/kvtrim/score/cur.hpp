@@ -16,17 +16,17 @@
 
 namespace kvtrim {
 
-/// Scores a row by its share of the squared norms of the keys, and of the values, around it: a cheap stand-in for
-/// leverage.
+/// Scores a row by its share of the squared norms of the keys, and of the values, around it: a cheap substitute for
+/// leverage scores.
 ///
 /// Rows are cut into windows of `window` in position order, from the first live row on; a share is a squared norm
 /// divided by the sum over the window. Scores are divided by their sum.
 ///
 /// \par Shapes
-/// keys and values [live rows, head_dim]; scores [live rows], at least 0, of sum 1
+/// keys and values [live rows, head_dim]; scores [live rows], at least 0, with sum 1
 /// \par Ties
 /// none broken here. NaN: a key or value that is not finite scores NaN and takes no part. A window of zeros has shares
-/// of 0; where all scores are 0 they stay 0
+/// of 0; if all scores are 0, they stay 0
 /// \par Complexity
 /// O(live rows * head dims) time, one read of keys and values; no allocation. The score of a row does not change by a
 /// bit with page size, page placement, batch or thread
@@ -45,7 +45,7 @@ class CurScorer {
     static_cast<void>(unused);
     return arena.bytes();
   }
-  /// `bad_observation` where what the form needs is not readable.
+  /// `bad_observation` if what the form needs is not readable.
   [[nodiscard]] Status check(const CacheView& view, const Observation&) const noexcept {
     const bool keys = params_.form == CurForm::values || readable(view.k.dtype);
     const bool values = params_.form == CurForm::keys || readable(view.v.dtype);

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// The queries to come are taken as normal: mean and covariance before RoPE, turned by the mean rotation of the next
-// positions. So a whole prompt votes at the price of two small matrices, and no query need be kept.
+// Future queries are assumed to be normally distributed, with a mean and a covariance before RoPE that the mean rotation of
+// the next positions turns. So a whole prompt votes at the price of two small matrices, and no query has to be kept.
 
 #include <kvtrim/cache/live_rows.hpp>
 #include <kvtrim/observe/detail/key_tile.hpp>
@@ -41,16 +41,16 @@ struct MeanRotation {
 }
 }  // namespace detail
 
-/// Scores a row by the attention that the queries to come are expected to pay to it, times the norm of its value.
+/// Scores a row by the attention that future queries are expected to pay to it, times the norm of its value.
 ///
-/// A query of the next `future` positions is normal with mean m and covariance C, before RoPE; R is the mean rotation
-/// of those positions. The logit of key k is `scale * k.Rm + scale^2 / 2 * k.(R C R^T)k`; softmax for each query head
-/// over all rows but the sinks; mean over the query heads of the KV head; plus epsilon; times the norm of the value.
+/// A query at one of the next `future` positions is normal with mean m and covariance C, before RoPE; R is the mean
+/// rotation of those positions. The logit of key k is `scale * k.Rm + scale^2 / 2 * k.(R C R^T)k`; softmax for each query
+/// head over all rows except the sinks; mean over the query heads of the KV head; plus epsilon; times the value's norm.
 ///
 /// \par Shapes
 /// `Observation::statistics` [query heads, head_dim] and [query heads, head_dim, head_dim]; scores [live rows]
 /// \par Ties
-/// none broken here. NaN: a key, or a value with `value_norm`, that is not finite scores NaN, and such a key takes no
+/// none broken here. NaN: a key (or, with `value_norm`, a value) that is not finite scores NaN, and such a key takes no
 /// part; a query head whose statistics are not finite, or whose logits overflow, has no vote; without any vote all
 /// scores are NaN
 /// \par Complexity
@@ -58,7 +58,7 @@ struct MeanRotation {
 /// score of a row does not change by a bit with page size, page placement, batch or thread
 /// \par Source
 /// Devoto et al., 2025, arXiv:2510.00636, as kvpress computes it; differs: sinks score as rows without attention
-/// instead of above all others (the policy protects them), and the positions to come count from the sequence's next
+/// instead of above all others (the policy protects them), and future positions are counted from the sequence's next
 /// rope position, so that it may be called while generating
 class ExpectedAttentionScorer {
  public:
@@ -78,8 +78,8 @@ class ExpectedAttentionScorer {
     });
   }
 
-  /// `bad_observation` without statistics, with those of another model's shape, without a rotation of fixed frequencies
-  /// that fits the keys, or where rows are not readable.
+  /// `bad_observation` without statistics, with statistics of the wrong shape, without a rotation of fixed frequencies
+  /// that fits the keys, or if rows are not readable.
   [[nodiscard]] Status check(const CacheView& view, const Observation& obs) const noexcept {
     const QueryStatistics& q = obs.statistics;
     const Rope& rope = params_.rope;
@@ -145,9 +145,10 @@ class ExpectedAttentionScorer {
     detail::TileScratch tiles;
     std::span<float>
         statistics;  // [padded, head_dim] of one query head: rotated mean, then rotated covariance
-    std::span<float> queries;   // [group, padded, head_dim] the same of all, as products read them
-    std::span<float> products;  // [padded, tile_rows]
-    std::span<float> logits;    // [group, rows]
+    std::span<float>
+        queries;  // [group, padded, head_dim] the same for all heads, as products read them
+    std::span<float> products;           // [padded, tile_rows]
+    std::span<float> logits;             // [group, rows]
     std::span<double> attention;         // [rows]
     std::span<std::int32_t> order;       // [rows]
     std::span<std::uint8_t> takes_part;  // [rows] in the softmax
@@ -203,7 +204,7 @@ class ExpectedAttentionScorer {
     b = static_cast<float>(y);
   }
 
-  // Query g: row 0 is R m, rows 1 .. head_dim are R C R^T, zeros behind.
+  // Query g: row 0 is R m, rows 1 .. head_dim are R C R^T, followed by zeros.
   void rotate_statistics(const HeadRef& head,
                          const QueryStatistics& statistics,
                          std::int32_t group,
@@ -281,7 +282,7 @@ class ExpectedAttentionScorer {
     });
   }
 
-  // Softmax of each query head in double, mean over them. False: no query head has a vote.
+  // Softmax of each query head in double, and their mean. False: no query head has a vote.
   [[nodiscard]] static bool expected_attention(std::int32_t group, const Layout& mem) noexcept {
     const std::size_t live = mem.order.size();
     std::fill(mem.attention.begin(), mem.attention.end(), 0.0);

@@ -11,7 +11,7 @@ namespace kvtrim {
 /// Scores that the caller computed: `Observation::scores`, by row.
 ///
 /// \par Source
-/// none: any fp32 array, such as KVzip's
+/// none: any fp32 array, such as KVzip's scores
 struct ExternalScorer {
   static constexpr bool reads_given_scores = true;
 

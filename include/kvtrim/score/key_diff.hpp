@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Keys that point where all the others point carry little of their own. No query is needed, so the score can be had
-// before a question is known.
+// Keys that point where all the others point carry little information of their own. No query is needed, so the score is
+// available before a question is known.
 
 #include <kvtrim/cache/live_rows.hpp>
 #include <kvtrim/observe/detail/key_tile.hpp>
@@ -43,7 +43,7 @@ class KeyDiffScorer {
       return arena.bytes();
     });
   }
-  /// `bad_observation` where the keys are not readable.
+  /// `bad_observation` if the keys are not readable.
   [[nodiscard]] Status check(const CacheView& view, const Observation&) const noexcept {
     return readable(view.k.dtype) ? Status::ok : Status::bad_observation;
   }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// RoPE turns a key and leaves its length, so rotated keys and keys before RoPE score alike.
+// RoPE turns a key but keeps its length, so rotated keys and keys before RoPE get the same score.
 
 #include <kvtrim/policy/key_norm.hpp>
 #include <kvtrim/score/detail/row_scores.hpp>
@@ -13,7 +13,7 @@
 
 namespace kvtrim {
 
-/// Scores a row by minus the length of its key: short keys got the most attention.
+/// Scores a row by minus the length of its key: short keys tend to get the most attention.
 ///
 /// \par Shapes
 /// keys [live rows, head_dim]; scores [live rows], at most 0
@@ -32,7 +32,7 @@ class KeyNormScorer : public detail::RowByRow<KeyNormScorer> {
   [[nodiscard]] std::size_t scratch_bytes(const PlanShape& shape) const noexcept {
     return detail::row_block_bytes(shape.head_dim);
   }
-  /// `bad_observation` where the keys are not readable.
+  /// `bad_observation` if the keys are not readable.
   [[nodiscard]] Status check(const CacheView& view, const Observation&) const noexcept {
     return readable(view.k.dtype) ? Status::ok : Status::bad_observation;
   }

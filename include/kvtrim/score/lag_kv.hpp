@@ -2,7 +2,7 @@
 #pragma once
 
 // What comes next normalises what came before: no query is needed. Keys and values are read twice, first for the
-// extremes of each partition, then for the scores, so that memory is that of the extremes.
+// extremes of each partition, then for the scores, so that only the extremes need memory.
 
 #include <kvtrim/cache/live_rows.hpp>
 #include <kvtrim/core/order_key.hpp>
@@ -22,23 +22,23 @@ namespace kvtrim {
 
 /// Scores a row by how unevenly its channels stand in the range that the next partition of rows spans.
 ///
-/// Rows behind the sinks are cut into partitions of `lag` by position. A channel of a row is normalised by the minimum
-/// and maximum of that channel in the partition behind; the standard deviation over the channels goes through a softmax
-/// over the partition; keys and values are averaged. Scores are ranks inside the partition, divided by `lag`, or these
-/// averages themselves (`cross_scoring`). The last full partition and the remainder have nothing behind them: they
-/// score 0 and are meant to be protected, as are the sinks. A prompt of fewer than sinks + 2 * lag rows has no scores
-/// but its order: the later, the higher.
+/// Rows after the sinks are cut into partitions of `lag` by position. A channel of a row is normalised by the minimum
+/// and maximum of that channel in the following partition; the standard deviation over the channels goes through a
+/// softmax over the partition; the results for keys and values are averaged. Scores are ranks inside the partition,
+/// divided by `lag`, or these averages themselves (`cross_scoring`). The last full partition and the remainder have
+/// nothing after them: they score 0 and are meant to be protected, as are the sinks. In a prompt of fewer than
+/// sinks + 2 * lag rows, rows are scored by their order alone: the later, the higher.
 ///
 /// \par Shapes
 /// keys and values [live rows, head_dim]; scores [live rows], 0 <= score < 1
 /// \par Ties
 /// equal averages inside a partition: the lower position has the higher rank. Ranks of different partitions are equal.
 /// NaN: a key or value that is not finite scores NaN and sets no minimum or maximum. A channel that is constant in the
-/// partition behind is shifted, not scaled (its width counts as 1), where the formula divides 0 by 0; one channel alone
+/// following partition is shifted, not scaled (its width counts as 1), where the formula divides 0 by 0; a single channel
 /// has a deviation of 0
 /// \par Complexity
-/// O(rows in partitions * (head dims + log lag) + live rows) time, two reads of keys and values of those alone; O(rows
-/// + rows / lag * head_dim) space; no allocation. The score of a row does not change by a bit with page size, page
+/// O(rows in partitions * (head dims + log lag) + live rows) time, two reads of the keys and values in partitions only;
+/// O(rows + rows / lag * head_dim) space; no allocation. The score of a row does not change by a bit with page size, page
 /// placement, batch or thread
 /// \par Source
 /// Liang et al., 2025, arXiv:2504.04704, as kvpress computes it; differs: protected rows by range, not by a score of 1;
@@ -56,7 +56,7 @@ class LagKVScorer {
     static_cast<void>(unused);
     return arena.bytes();
   }
-  /// `bad_observation` where keys or values are not readable.
+  /// `bad_observation` if keys or values are not readable.
   [[nodiscard]] Status check(const CacheView& view, const Observation&) const noexcept {
     return readable(view.k.dtype) && readable(view.v.dtype) ? Status::ok : Status::bad_observation;
   }
@@ -129,8 +129,8 @@ class LagKVScorer {
 
   struct Layout {
     std::span<float> block;           // [block_rows, dim]
-    std::span<double> lowest;         // [partitions, dim] of the partition behind
-    std::span<double> scales;         // [partitions, dim] its largest, then 1 / width
+    std::span<double> lowest;         // [partitions, dim] of the following partition
+    std::span<double> scales;         // [partitions, dim] its maximum, then 1 / width
     std::span<double> channels;       // [dim]
     std::span<double> deviations;     // [rows] NaN: not finite
     std::span<double> averages;       // [rows]
@@ -162,7 +162,7 @@ class LagKVScorer {
   using Row = Eigen::Map<const Eigen::ArrayXf>;
 
   static std::size_t index(std::int64_t i) noexcept { return static_cast<std::size_t>(i); }
-  // Partition of a row; -1: none. Some rows are behind the last one.
+  // Partition of a row; -1: none. Some rows lie after the last one.
   [[nodiscard]] std::int32_t partition_of(std::int32_t i,
                                           const LagLayout& layout,
                                           const Layout& mem) const noexcept {
@@ -170,7 +170,7 @@ class LagKVScorer {
     return rank < 0 ? -1 : rank / params_.lag;
   }
 
-  // Range of each channel in the partition behind partition p, at [p].
+  // Range of each channel in the partition that follows partition p, at [p].
   void find_ranges(const HeadRef& head,
                    detail::Side side,
                    const LagLayout& layout,

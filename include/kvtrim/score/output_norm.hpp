@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// What a row can change in the residual stream is bounded by its attention times |W_O v|, a query head each. No product
-// of size rows x hidden is ever stored: tiles of values meet blocks of columns of W_O, transposed into the scratch.
+// What a row can change in the residual stream is bounded by its attention times |W_O v|, for each query head. No product
+// of size rows x hidden is ever stored: tiles of values are multiplied by blocks of columns of W_O, transposed into the
+// scratch.
 
 #include <kvtrim/cache/live_rows.hpp>
 #include <kvtrim/observe/detail/key_tile.hpp>
@@ -22,12 +23,12 @@
 namespace kvtrim {
 
 /// Scores a row by the sum of magnitudes of its projected value, averaged over the query heads of its KV head: the factor
-/// of `OutputNorm`, alone.
+/// of `OutputNorm` by itself.
 ///
 /// \par Shapes
 /// values [live rows, value_dim]; `Observation::output` [query heads, value_dim, hidden]; scores [live rows], at least 0
 /// \par Ties
-/// none broken here. NaN: a value that is not finite scores NaN; with weights that are not finite all rows do, or are inf
+/// none broken here. NaN: a value that is not finite scores NaN; with weights that are not finite, all rows are NaN or inf
 /// \par Complexity
 /// O(live rows * group * value_dim * hidden) time; no allocation. The score of a row does not change by a bit with page
 /// size, page placement, batch or thread

@@ -2,7 +2,7 @@
 #pragma once
 
 // One page set for many layers needs all their scores, but not at the same time: each layer adds its own to a small array
-// when it is done, and its queries may be forgotten.
+// when it is done, and its queries can then be forgotten.
 
 #include <kvtrim/cache/live_rows.hpp>
 #include <kvtrim/core/arena.hpp>
@@ -36,11 +36,11 @@ template <class TokenScores>
   return arena.bytes() + detail::TokenScorer<TokenScores>(policy.scorer()).scratch_bytes(shape);
 }
 
-/// Adds the page scores of one layer to `sums`: call it when the layer's attention is done, layer 0 first; after the last
-/// layer give the array to `plan` as `Observation::page_scores`.
+/// Adds the page scores of one layer to `sums`. Call it when the layer's attention is done, layer 0 first; after the last
+/// layer, pass the array to `plan` as `Observation::page_scores`.
 ///
 /// \param layer    of the view; the first layer of a page set overwrites what the array held
-/// \param obs      what the token scorer needs, of this layer (a `QueryBlock` with layer stride 0 may hold one layer only)
+/// \param obs      what the token scorer needs for this layer (a `QueryBlock` with layer stride 0 may hold just one layer)
 /// \param sums     [sequences, page sets, pages of the longest table]
 /// \param scratch  [page_accumulate_bytes(policy, plan_shape(view, obs))]
 /// \returns `ok`; `bad_observation` or `workspace_too_small`: nothing was added

@@ -2,7 +2,7 @@
 #pragma once
 
 // From scores of rows to scores of pages. A page stays or goes as a whole, so what counts is whether something in it
-// matters: the maximum, not the mean, unless asked otherwise.
+// matters: by default the maximum, not the mean.
 
 #include <kvtrim/core/order_key.hpp>
 #include <kvtrim/core/types.hpp>
@@ -31,10 +31,10 @@ inline void add_page_scores(const PageScoreParams& params,
 
 /// Reduces the scores of one KV head's rows to scores of its pages.
 ///
-/// \param rows        [rows] scores in table order; NaN and -inf count as 0, or as the head's lowest score where that is less
+/// \param rows        [rows] scores in table order; NaN and -inf count as 0, or as the head's lowest score if that is less
 /// \param first_row   slot of row 0 in the first page
-/// \param page_size   rows a page
-/// \param scratch     [page_size]; may be the rows themselves, which are then lost
+/// \param page_size   rows per page
+/// \param scratch     [page_size]; may be the rows themselves, which are then overwritten
 /// \param[out] pages  [pages]
 /// \par Complexity
 /// O(rows) (O(rows log page_size) unless `max`); no allocation
@@ -47,7 +47,7 @@ inline void page_scores(const PageScoreParams& params,
                         std::span<float> scratch,
                         std::span<float> pages) noexcept {
   const auto count = static_cast<std::int32_t>(rows.size());
-  // Magnitudes, as some scores are negative (KeyDiff's); what is infinite or no number would make all others equal.
+  // Magnitudes, as some scores are negative (KeyDiff's); infinite or NaN scores would make all others equal.
   double total = 0;
   float floor = 0;
   for (const float x : rows) {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Row r must be the same token in all heads of the layer. It is, as long as no policy with a set for each head has cut
-// the sequence; that is checked, not assumed.
+// Row r must be the same token in all heads of the layer. It is, as long as no policy with one set per head has cut the
+// sequence; this is checked, not assumed.
 
 #include <kvtrim/core/order_key.hpp>
 #include <kvtrim/policy/decorators.hpp>
@@ -17,15 +17,15 @@
 
 namespace kvtrim {
 
-/// Scores a row by the mean (sum, maximum) of what the KV heads of its layer give it.
+/// Scores a row by the mean (or sum, or maximum) of its scores in the KV heads of its layer.
 ///
 /// \tparam Scores  parameters that `ScorerOf` maps to a scorer, or a scorer
 /// \par Shapes
-/// scores [live rows], the same whichever KV head is asked for
+/// scores [live rows], the same for every KV head
 /// \par Ties
 /// none broken here. NaN: a row that is NaN in one head is NaN
 /// \par Complexity
-/// KV heads times the scorer's; no allocation
+/// the scorer's, times the number of KV heads; no allocation
 /// \par Source
 /// Oren et al., 2024, arXiv:2401.06104 (TOVA), which averages over all heads; as a decorator: own
 template <class Scores>
@@ -44,7 +44,7 @@ class PerLayerScorer {
     static_cast<void>(arena.take<float>(shape.max_rows));
     return arena.bytes() + inner_.scratch_bytes(shape);
   }
-  /// `bad_observation` where the scorer says so, or where the KV heads of a layer hold different tokens.
+  /// `bad_observation` if the scorer says so, or if the KV heads of a layer hold different tokens.
   [[nodiscard]] Status check(const CacheView& view, const Observation& obs) const noexcept {
     if (const Status status = inner_.check(view, obs); status != Status::ok) { return status; }
     return detail::heads_hold_same_rows(view) ? Status::ok : Status::bad_observation;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// The queries of a head lean to one side of the space. Which side is known before any prompt: a filter, one vector a KV
-// head, from a calibration set (the authors publish some, by model).
+// The queries of a head lean to one side of the space. Which side is known before any prompt: a filter, one vector per KV
+// head, from a calibration set (the authors publish filters for some models).
 
 #include <kvtrim/policy/q_filter.hpp>
 #include <kvtrim/score/detail/row_scores.hpp>
@@ -16,12 +16,12 @@
 
 namespace kvtrim {
 
-/// Scores a row by minus the projection of its key on the filter of its KV head, `Observation::filters`.
+/// Scores a row by minus the projection of its key onto the filter of its KV head, `Observation::filters`.
 ///
 /// \par Shapes
 /// keys [live rows, head_dim]; filters [layers, KV heads, head_dim], fp32; scores [live rows]
 /// \par Ties
-/// none broken here. NaN: a key that is not finite scores NaN; with a filter that is not finite all rows of its head do
+/// none broken here. NaN: a key that is not finite scores NaN; with a filter that is not finite, all rows of its head do
 /// \par Complexity
 /// O(live rows * head_dim) time, one read of the keys; no allocation. Row-local. The score of a row does not change by a
 /// bit with page size, page placement, batch, thread or the row's index
@@ -37,7 +37,7 @@ class QFilterScorer : public detail::RowByRow<QFilterScorer> {
     static_cast<void>(Layout::take(arena, shape.head_dim));
     return arena.bytes();
   }
-  /// `bad_observation` without filters, with filters of another dim than the keys', or where the keys are not readable.
+  /// `bad_observation` without filters, if the filters' dim is not that of the keys, or if the keys are not readable.
   [[nodiscard]] Status check(const CacheView& view, const Observation& obs) const noexcept {
     const bool fits = obs.filters && obs.filters.dim == view.k.head_dim;
     return fits && readable(view.k.dtype) ? Status::ok : Status::bad_observation;

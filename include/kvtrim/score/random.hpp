@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// No generator and no state: a score is a hash of what the row is, so that it does not change from step to step, with the
-// batch, or on another machine.
+// No generator and no state: a score is a hash of what identifies the row, so it does not change from step to step, with
+// the batch, or on another machine.
 
 #include <kvtrim/policy/random.hpp>
 #include <kvtrim/score/row_local.hpp>
@@ -17,7 +17,7 @@ namespace kvtrim {
 
 namespace detail {
 
-/// A bijection of 64 bits in which every input bit turns half of the output bits.
+/// A bijection of 64 bits in which every input bit flips about half of the output bits.
 [[nodiscard]] constexpr std::uint64_t mixed(std::uint64_t x) noexcept {
   x += 0x9E37'79B9'7F4A'7C15U;
   x = (x ^ (x >> 30U)) * 0xBF58'476D'1CE4'E5B9U;
@@ -29,7 +29,7 @@ namespace detail {
 
 /// Scores a row by a number that looks random: a hash of (seed, layer, KV head, position), uniform over [0, 1).
 ///
-/// Sequences of a batch, and forks, score alike at equal positions.
+/// Sequences of a batch, and forks, have equal scores at equal positions.
 ///
 /// \par Shapes
 /// scores [live rows]; keys are not read

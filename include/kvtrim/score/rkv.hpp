@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Which keys say the same is a question about all pairs; the answer of a row is a sum, so the pairs are met tile by
-// tile and none of them is kept.
+// Which keys say the same thing is a question about all pairs of rows. A row's answer is a sum, so the pairs are visited
+// tile by tile and none of them is kept.
 
 #include <kvtrim/cache/live_rows.hpp>
 #include <kvtrim/core/pooling.hpp>
@@ -25,24 +25,24 @@ namespace kvtrim {
 /// Scores a row by `lambda * attention - (1 - lambda) * redundancy`.
 ///
 /// Attention: softmax of the last `window` queries over the rows before the window; maximum over the query heads of the
-/// KV head; mean over the queries; max-pooled over `kernel` neighbours. Redundancy: for each row, the cosines of its
+/// KV head; mean over the queries; max-pooled over `kernel` neighbours. Redundancy: each row gives every other row the
 /// key with all other keys except its newest copy (the last position whose cosine is above `threshold`), which is
-/// spared; the mean of what a row gets from all others goes through a softmax over all rows. The window's rows have
-/// redundancy alone; they are meant to be protected.
+/// mean of what a row gets from all others goes through a softmax over all rows. The window's rows have redundancy only;
+/// they are meant to be protected.
 ///
 /// \par Shapes
 /// queries [query heads, at most window rows, head_dim], fp32; scores [live rows], between -1 and 1
 /// \par Ties
 /// none broken here. NaN: a key that is not finite takes no part and scores NaN; a query that is not finite, or whose
 /// logits overflow, has no vote; without any vote all scores are NaN, unless all rows are the window's. A key of norm 0
-/// is like no other
+/// resembles no other key
 /// \par Complexity
 /// O(live rows^2 * head_dim) time, O(live rows * (head_dim + votes)) space with votes = group * window; no allocation.
 /// The score of a row does not change by a bit with page size, page placement, batch or thread
 /// \par Source
 /// Cai et al., 2025, arXiv:2505.24133 (R-KV); differs: softmax before the maximum over the group (`RKVGroup`); a row
-/// without a copy spares none, where the authors' code spares row 0; each sequence has its own redundancy, theirs is
-/// that of the first
+/// without a copy spares none, where the authors' code spares row 0; each sequence has its own redundancy, where theirs
+/// is that of the first one
 class RKVScorer {
  public:
   /// \pre `params.window >= 1 && params.kernel` is odd
@@ -103,16 +103,16 @@ class RKVScorer {
 
  private:
   struct Layout {
-    detail::TileScratch tiles;       // the rows that are asked
+    detail::TileScratch tiles;       // the rows that give
     detail::TileScratch others;      // the rows that they are compared with
-    std::span<float> packed;         // [tile_rows, head_dim] rows asked, as products read them
-    std::span<float> cosines;        // [tile_rows, tile_rows] by row asked
+    std::span<float> packed;         // [tile_rows, head_dim] rows that give, as products read them
+    std::span<float> cosines;        // [tile_rows, tile_rows] by row that gives
     std::span<Position> newest;      // [tile_rows] position of the newest copy; -1: none
     std::span<std::int32_t> copies;  // [tile_rows] its live index
     std::span<float> similar;        // [tile_rows] its cosine
     std::span<float> queries;        // [padded, head_dim]
     std::span<float> logits;         // [tiles, padded, tile_rows]
-    std::span<std::uint8_t> votes;   // [padded] the query counts
+    std::span<std::uint8_t> votes;   // [padded] whether the query has a vote
     std::span<double> strongest;     // [rows] of one query, over the heads, by rank
     std::span<double> attention;     // [rows] by rank
     std::span<double> redundancy;    // [rows]
@@ -204,7 +204,7 @@ class RKVScorer {
     for (double& x : mem.redundancy) { x /= sum; }
   }
 
-  // Adds the cosines of row q of the tile with `others` rows from live index `begin` on; `self` is q among them.
+  // Adds the cosines of row q of the tile with the rows of `others`, from live index `begin` on; `self` is q among them.
   void compare(const Layout& mem,
                std::int32_t q,
                std::int32_t self,

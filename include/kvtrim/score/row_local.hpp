@@ -3,7 +3,7 @@
 
 // While a sequence grows, a score that depends on its own row alone is computed once, in the step that appends the row,
 // and then moves with it. Not all scores are like that, and no trick makes them so: KeyDiff's mean key, a softmax's
-// denominator (SnapKV, TOVA) and ExpectedAttention's future positions change with every row, so they are made anew.
+// denominator (SnapKV, TOVA) and ExpectedAttention's future positions change with every row, so those are recomputed.
 
 #include <kvtrim/observe/plan_shape.hpp>
 #include <kvtrim/score/scorer.hpp>
@@ -69,20 +69,20 @@ template <class Scores>
 /// `view.score_sums` (`PagedCache::Params::scores`) or one of `view.more_planes`. Call it in each step that appended rows,
 /// before rows are evicted; then plan with that plane as `Observation::scores`.
 ///
-/// Equals scoring all rows anew, bit for bit, however many rows came and went, as long as their keys and values stay what
-/// they were: with keys that are rotated again (`PositionMode::in_cache` and its kin) scores are those of the row when it
-/// was appended.
+/// Equals rescoring all rows, bit for bit, however many rows came and went, as long as their keys and values stay
+/// unchanged: if keys are rotated again (`PositionMode::in_cache`, `sinks_follow`), a score is that of the row at the time
+/// it was appended.
 ///
 /// \param scores   of a row-local scorer, such as `KeyNormParams`
-/// \param rows     rows appended since the last call; more than are live: all
+/// \param rows     rows appended since the last call; if more than are live, all are scored
 /// \param plane    fp32
 /// \param scratch  [score_new_rows_bytes(scores, plan_shape(view, obs), rows)]
 /// \returns `ok`; `bad_observation` (also without a plane) or `workspace_too_small`: nothing was written
 /// \par Ties
 /// none broken here. NaN: as the scorer
 /// \par Complexity
-/// the scorer's for the new rows; O(live rows) looks at positions in the step after a slot was overwritten, where the
-/// first new row is not behind the others; no allocation
+/// the scorer's for the new rows; plus O(live rows) reads of positions in the step after a slot was overwritten, since the
+/// first new row is then not at the end; no allocation
 /// \par Source
 /// none
 template <class Scores>
@@ -126,7 +126,7 @@ Status score_new_rows(const Scores& scores,
       write(first, count);
       continue;
     }
-    // The first of the new rows fills a hole.
+    // The first new row fills a hole.
     write(first + 1, count - 1);
     for (std::int32_t r = 0; r <= first; ++r) {
       if (head.position(r) >= oldest) { write(r, 1); }

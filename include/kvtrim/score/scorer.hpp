@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// A scorer knows nothing of budgets and protection: it says how much each row matters, and nothing else.
+// A scorer knows nothing about budgets and protection: it says how much each row matters, and nothing else.
 
 #include <kvtrim/cache/head_ref.hpp>
 #include <kvtrim/core/arena.hpp>
@@ -40,12 +40,12 @@ concept Scorer = std::is_trivially_copyable_v<S> && requires(const S& s,
   { s.score(head, obs, scratch, out) } noexcept -> std::same_as<void>;
 };
 
-/// A scorer whose scores are common to the KV heads of a layer: they are computed once a layer, for KV head 0.
+/// A scorer whose scores are common to the KV heads of a layer: they are computed once per layer, for KV head 0.
 template <class S>
 concept LayerScorer = Scorer<S> && requires { requires S::common_to_layer; };
 
-/// Whether a scorer looks at `Observation::scores` itself, as a decorator of `ExternalParams` does. Where it does not,
-/// ready-made scores take the place of the scorer's own.
+/// Whether a scorer reads `Observation::scores` itself, as a decorator of `ExternalParams` does. If not, ready-made scores
+/// replace the scorer's own.
 template <class S>
 inline constexpr bool reads_given_scores = requires { requires S::reads_given_scores; };
 
@@ -63,7 +63,7 @@ struct ScorerArchetype {
 static_assert(Scorer<ScorerArchetype>);
 }  // namespace detail
 
-/// The scorer made from a parameter struct: specialised beside each scorer, so that policies need not include Eigen.
+/// The scorer made from a parameter struct: specialised next to each scorer, so that policies need not include Eigen.
 template <class Params>
 struct ScorerOf {
   static_assert(Scorer<Params>,

@@ -2,7 +2,7 @@
 #pragma once
 
 // A window of one query whose own column is scored too, averaged over all heads of the layer. Every new query changes
-// every score: there is nothing to carry from step to step.
+// every score, so there is nothing to carry over from step to step.
 
 #include <kvtrim/policy/tova.hpp>
 #include <kvtrim/score/per_layer.hpp>
@@ -14,10 +14,10 @@ namespace kvtrim {
 /// Scores a row by the attention that the last query pays to it, the mean over all query heads of the layer.
 ///
 /// \par Shapes
-/// queries [query heads, at least 1 row, head_dim], fp32: the last one votes; scores [live rows], one set a layer
+/// queries [query heads, at least 1 row, head_dim], fp32: the last one votes; scores [live rows], one set per layer
 /// \par Ties
-/// none broken here. NaN: a row whose key is not finite in one head scores NaN; where the queries of a whole group have no
-/// vote (`WindowScorer`) all rows do
+/// none broken here. NaN: a row whose key is not finite in one head scores NaN; if the queries of a whole group have no
+/// vote (`WindowScorer`), all rows do
 /// \par Complexity
 /// O(query heads * live rows * head_dim) time; no allocation. The score of a row does not change by a bit with page size,
 /// page placement, batch or thread

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Attention says how much of a value is taken, the value's length how much there is to take.
+// Attention says how much of a value is taken; the value's length says how much there is to take.
 
 #include <kvtrim/policy/decorators.hpp>
 #include <kvtrim/score/detail/rescale.hpp>
@@ -31,7 +31,7 @@ class ValueNormFactor : public detail::RowByRow<ValueNormFactor> {
   [[nodiscard]] std::size_t scratch_bytes(const PlanShape& shape) const noexcept {
     return detail::row_block_bytes(shape.value_dim);
   }
-  /// `bad_observation` where the values are not readable.
+  /// `bad_observation` if the values are not readable.
   [[nodiscard]] Status check(const CacheView& view, const Observation&) const noexcept {
     return readable(view.v.dtype) ? Status::ok : Status::bad_observation;
   }
@@ -47,10 +47,10 @@ class ValueNormFactor : public detail::RowByRow<ValueNormFactor> {
 };
 static_assert(RowLocalScorer<ValueNormFactor>);
 
-/// Scores a row by (its score + epsilon) * the length of its value. Row-local where the scorer is.
+/// Scores a row by (its score + epsilon) * the length of its value. Row-local if the scorer is.
 ///
-/// Meant for scores of at least 0, as attention gives them: of two negative scores (KeyNorm's, half of KeyDiff's) the
-/// longer value makes the lower.
+/// Meant for scores of at least 0, as attention gives them: with negative scores (KeyNorm's, half of KeyDiff's), the
+/// longer value makes the score lower.
 ///
 /// \tparam Scores  parameters that `ScorerOf` maps to a scorer, or a scorer
 /// \par Shapes

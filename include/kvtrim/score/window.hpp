@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Attention of the prompt's last queries over all live keys. With the engine's LSE a tile is done once it is
-// multiplied; without it the exponentials of one KV head stay in the scratch (4 bytes a query and key) and are divided
-// when the sums are known: a second product costs twice the time.
+// Attention of the prompt's last queries over all live keys. With the engine's LSE, a tile is done once it has been
+// multiplied; without it, the exponentials of one KV head stay in the scratch (4 bytes per query and key) and are divided
+// when the sums are known: a second product takes twice the time.
 
 #include <kvtrim/cache/live_rows.hpp>
 #include <kvtrim/core/pooling.hpp>
@@ -22,8 +22,8 @@
 
 namespace kvtrim {
 
-/// Scores a row by the attention that the last `window` queries pay to it, reduced over those queries, over the query
-/// heads of its KV head, and pooled over its neighbours, in this order.
+/// Scores a row by the attention that the last `window` queries pay to it: reduced over those queries, then over the query
+/// heads of its KV head, then pooled over its neighbours.
 ///
 /// Softmax runs over all live keys, causal by position inside the window; the window's own columns are then cut and
 /// score 0 (they are meant to be protected), unless `own_columns` asks for their scores.
@@ -31,15 +31,15 @@ namespace kvtrim {
 /// \par Shapes
 /// queries [query heads, at most window rows, head_dim], fp32; scores [live rows]
 /// \par Ties
-/// none broken here. NaN: a key that is not finite takes no part and scores NaN; a query or LSE that is not finite has
-/// no vote, nor has, without an LSE, a query that sees no live row or whose logits overflow; without any vote all scores
-/// are NaN
+/// none broken here. NaN: a key that is not finite takes no part and scores NaN; a query that is not finite, or whose LSE
+/// is not, has no vote; without an LSE, nor has a query that sees no live row or whose logits overflow; without any vote
+/// all scores are NaN
 /// \par Complexity
 /// O(query rows * live rows * head_dim) time; no allocation. The score of a row does not change by a bit with page
 /// size, page placement, batch or thread
 /// \par Source
 /// Li et al., 2024, arXiv:2404.14469 (SnapKV); differs: rows are averaged by default, as kvpress and Ada-KV do, and the
-/// query heads of a group are reduced, so that a KV head has one set
+/// query heads of a group are reduced, so that there is one set per KV head
 class WindowScorer {
  public:
   /// \pre `params.window >= 1 && params.kernel` is odd
@@ -72,7 +72,7 @@ class WindowScorer {
     const std::int32_t given = block.count(head.sequence);
     const std::int32_t votes = std::min(given, params_.window);
     std::fill(out.begin(), out.end(), 0.0F);
-    if (live <= params_.unscored()) { return; }  // all columns are the window's own
+    if (live <= params_.unscored()) { return; }  // all columns belong to the window
     Arena arena(scratch);
     const Layout mem = Layout::take(arena, live, group, std::max(1, votes), dim);
     KVTRIM_ASSERT(arena.ok());
@@ -104,7 +104,7 @@ class WindowScorer {
     std::span<float> lane_sums;     // [padded, packet_floats]
     std::span<double> sums;         // [padded]
     std::span<float> lse;           // [padded]
-    std::span<std::uint8_t> votes;  // [padded] the query counts
+    std::span<std::uint8_t> votes;  // [padded] whether the query has a vote
     std::span<Position> query_positions;  // [window]
     std::span<float> raw_scores;          // [rows]
     std::span<float> pooled;              // [rows]
@@ -130,7 +130,7 @@ class WindowScorer {
       m.raw_scores = arena.take<float>(rows);
       m.pooled = arena.take<float>(rows);
       m.order = arena.take<std::int32_t>(rows);
-      // Last, so that a call that has the LSE does not touch them.
+      // Last, so that a call with an LSE does not touch them.
       m.references = arena.take<float>(panels * m.padded);
       m.exponentials = arena.take<float>(panels * m.padded * detail::panel_rows);
       return m;
@@ -139,7 +139,7 @@ class WindowScorer {
 
   static std::size_t index(std::int64_t i) noexcept { return static_cast<std::size_t>(i); }
 
-  // Whether some query may not see some row of the tile.
+  // Whether there is a query that must not see some row of the tile.
   static bool needs_mask(const Layout& mem, std::int32_t count, std::int32_t votes) noexcept {
     bool any = false;
     Position newest{-1};
@@ -152,7 +152,7 @@ class WindowScorer {
     }
     return any;
   }
-  // Sets what the query may not see among the panel's rows first .. first + panel_rows of the tile.
+  // Masks what the query must not see among the panel's rows first .. first + panel_rows of the tile.
   static void mask(float* values,
                    const Layout& mem,
                    std::int32_t first,
@@ -247,7 +247,7 @@ class WindowScorer {
           for (std::int32_t p = 1; p < detail::panel_packets; ++p) {
             highest = detail::pmax(highest, x[p]);
           }
-          // A new maximum is rare: what was summed shrinks, what was stored keeps its reference.
+          // A new maximum is rare: the sums so far are rescaled, stored exponentials keep their reference.
           float reference = mem.maxima[index(q)];
           if (const float maximum = detail::predux_max(highest); maximum > reference) {
             const float shrink = std::exp(reference - maximum);
@@ -274,18 +274,18 @@ class WindowScorer {
           detail::pstore(lanes_of(q), sum);
         });
       }
-      // Short fp32 sums only.
+      // Only short sums are plain fp32.
       for (std::int32_t q = 0; q < used; ++q) {
         mem.sums[index(q)] +=
             static_cast<double>(detail::predux(detail::pload<Packet>(lanes_of(q))));
         detail::pstore(lanes_of(q), detail::pset1<Packet>(0.0F));
       }
-      // The rows that are not finite are known only while the tile is here.
+      // Which rows are not finite is known only while the tile is loaded.
       for (std::int32_t t = 0; t < count; ++t) {
         mem.raw_scores[index(first + t)] = mem.tiles.bad[index(t)] != 0 ? not_a_number : 0.0F;
       }
     });
-    // No live row seen, or logits that overflow: no vote, where dividing would make every row NaN.
+    // No live row seen, or logits that overflow: no vote, because dividing would make every row NaN.
     for (std::int32_t q = 0; q < used; ++q) {
       const double sum = mem.sums[index(q)];
       if (!(sum > 0 && sum < std::numeric_limits<double>::infinity())) { mem.votes[index(q)] = 0; }
@@ -317,7 +317,7 @@ class WindowScorer {
     }
   }
 
-  // Calls f(q, logits [panel_rows]) for each query that counts, with the panel of the packed tile that starts at `row`.
+  // Calls f(q, logits [panel_rows]) for each query with a vote, with the panel of the packed tile that starts at `row`.
   template <class F>
   static void for_each_query(
       const Layout& mem, std::int32_t dim, std::int32_t row, std::int32_t used, F&& f) noexcept {

@@ -17,8 +17,8 @@ namespace kvtrim {
 /// One table's rows on its pages.
 struct PageSpan {
   std::int32_t live = 0;       ///< live rows, in position order
-  std::int32_t first_row = 0;  ///< rows of left padding in front of them
-  std::int32_t page_size = 1;  ///< rows a page
+  std::int32_t first_row = 0;  ///< rows of left padding before them
+  std::int32_t page_size = 1;  ///< rows per page
 
   /// Pages in use.
   [[nodiscard]] constexpr std::int32_t pages() const noexcept {
@@ -28,13 +28,13 @@ struct PageSpan {
   [[nodiscard]] constexpr std::int32_t begin(std::int32_t p) const noexcept {
     return std::max(0, p * page_size - first_row);
   }
-  /// Row behind the last one of page `p`.
+  /// One past the last row of page `p`.
   [[nodiscard]] constexpr std::int32_t end(std::int32_t p) const noexcept {
     return std::clamp((p + 1) * page_size - first_row, 0, live);
   }
 };
 
-/// Chooses the pages that stay: those with a protected row, a partly filled one at either end, and of the others the best
+/// Chooses the pages that stay: those with a protected row, a partly filled one at either end, and the best of the others
 /// that fit the budget.
 ///
 /// \param scores      [pages] higher is kept
@@ -42,11 +42,11 @@ struct PageSpan {
 /// \param keys        [pages] scratch
 /// \param picked      [pages] scratch
 /// \param[out] stays  [pages] 1 where a page stays
-/// \returns `ok`; `over_budget` where the protected pages alone have more rows than `keep`: they stay, nothing else
+/// \returns `ok`; `over_budget` if the protected pages alone have more rows than `keep`: then they stay and nothing else
 /// \par Ties
 /// the lower page is kept. NaN: lowest
 /// \par Complexity
-/// O(pages); no allocation. Rows that stay: the largest number not above `keep` that whole pages allow
+/// O(pages); no allocation. The number of rows that stay is the largest that whole pages allow without exceeding `keep`
 inline Status choose_pages(const PageSpan& span,
                            std::span<const float> scores,
                            std::int32_t keep,

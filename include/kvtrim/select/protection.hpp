@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Protection is a range of ranks, never a score: a sentinel of "maximum + 1" is lost in bf16 from 256 on, and in fp32
-// from 2^24 on.
+// Protection is a range of ranks, never a score: a sentinel of "maximum + 1" is lost in bf16 from 256 upwards, and in
+// fp32 from 2^24 upwards.
 
 #include <kvtrim/core/types.hpp>
 
@@ -11,7 +11,7 @@
 
 namespace kvtrim {
 
-/// Rows that are no candidates for eviction. Counted in position order: the lowest positions, the highest positions.
+/// Rows that are not candidates for eviction, counted in position order: the lowest positions and the highest positions.
 struct Protection {
   std::int32_t sinks = 0;   ///< first rows
   std::int32_t recent = 0;  ///< last rows
@@ -21,7 +21,7 @@ struct Protection {
 struct CandidateRange {
   std::int32_t begin = 0;
   std::int32_t end = 0;
-  /// How many compete.
+  /// Number of rows that compete.
   [[nodiscard]] constexpr std::int32_t count() const noexcept { return end - begin; }
 };
 

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// A radix select: histograms find the key of the last row that stays, one more pass writes the rows in order. No branch
-// depends on a key, so that the time hardly depends on the values: a quickselect's does (all-equal and sorted scores are
-// its bad cases), and so did a first form of this one (a branch on the digit cost 5 ns a key on two random values).
+// A radix select: histograms find the key of the last row that stays, and one more pass writes the rows in order. No
+// branch depends on a key, so the time hardly depends on the values. A quickselect's does (all-equal and sorted scores
+// are its bad cases), and so did a first version of this one (a branch on the digit cost 5 ns per key on two random values).
 
 #include <kvtrim/core/order_key.hpp>
 #include <kvtrim/core/types.hpp>
@@ -18,7 +18,7 @@ namespace kvtrim {
 
 namespace detail {
 
-// Of the `k` highest keys: the lowest one, and how many keys equal to it belong to the `k`.
+// The lowest of the `k` highest keys, and how many keys equal to it are among the `k`.
 struct Threshold {
   std::uint32_t key = 0;
   std::int32_t equal = 0;
@@ -30,7 +30,7 @@ struct RadixDigit {
   std::int32_t left = 0;
 };
 
-// Digit of the k-th highest count, and what of k is left inside it.
+// Digit of the k-th highest key, and how much of k is left within that digit.
 template <unsigned Bits>
 [[nodiscard]] constexpr RadixDigit<Bits> pick_digit(
     const std::array<std::int32_t, (1U << Bits)>& counts, std::int32_t k) noexcept {
@@ -39,8 +39,8 @@ template <unsigned Bits>
   return {digit, k};
 }
 
-// Counts digit (key >> Shift) of the keys whose higher digits are `prefix`. Two tables by turns: runs of equal keys would
-// wait for their own counter otherwise.
+// Counts digit (key >> Shift) of the keys whose higher digits are `prefix`. Two tables are used alternately: otherwise runs
+// of equal keys would wait for their own counter.
 template <unsigned Shift, unsigned Bits>
 [[nodiscard]] std::array<std::int32_t, (1U << Bits)> count_digits(
     std::span<const std::uint32_t> keys, std::uint32_t prefix) noexcept {
@@ -64,7 +64,7 @@ template <unsigned Shift, unsigned Bits>
   return even;
 }
 
-// `scratch`: as many words as keys are wanted; overwritten. 11 + 11 + 10 bits: the tables stay in the first-level cache.
+// `scratch`: one word per key that is wanted; overwritten. 11 + 11 + 10 bits: the tables stay in the first-level cache.
 [[nodiscard]] inline Threshold threshold_of(std::span<const std::uint32_t> keys,
                                             std::span<std::int32_t> scratch) noexcept {
   const auto k = static_cast<std::int32_t>(scratch.size());
@@ -79,7 +79,7 @@ template <unsigned Shift, unsigned Bits>
   };
   const std::int32_t same = high_counts[high.digit];
   if (same >= k) { return finish(keys); }
-  // Few keys share the first digit, as a rule: only they are looked at again. One word more is written than they are.
+  // Usually few keys share the first digit; only those are looked at again. One more word is written than there are such keys.
   std::int32_t n = 0;
   for (const std::uint32_t key : keys) {
     scratch[static_cast<std::size_t>(n)] = static_cast<std::int32_t>(key);
@@ -96,7 +96,7 @@ template <unsigned Shift, unsigned Bits>
 /// \param keys  order keys (`order_key`), in position order
 /// \param[out] kept  indices into `keys`; not more than there are keys
 /// \par Ties
-/// the lower index, which is the lower position, is kept. NaN: by `order_key` the lowest class
+/// the lower index, which is the lower position, is kept. NaN: the lowest class, by `order_key`
 /// \par Complexity
 /// O(keys) time whatever the values; no allocation
 inline void top_k(std::span<const std::uint32_t> keys, std::span<std::int32_t> kept) noexcept {
@@ -107,7 +107,7 @@ inline void top_k(std::span<const std::uint32_t> keys, std::span<std::int32_t> k
     return;
   }
   const detail::Threshold threshold = detail::threshold_of(keys, kept);
-  // Up to the last tie that stays, whatever reaches the threshold stays; behind it, what exceeds it.
+  // Up to the last tie that stays, every key that reaches the threshold stays; after it, only keys above the threshold.
   std::int32_t* to = kept.data();
   std::int32_t* const end = to + kept.size();
   std::size_t i = 0;

@@ -38,7 +38,7 @@ struct WorldShape {
   bool shuffled = false;  // slot order is not position order
   bool holes = false;     // a hole in every second sequence
   bool padding = false;   // left padding in every second sequence
-  bool scales = false;    // a page plane of 6 bytes a row and head
+  bool scales = false;    // a page plane of 6 bytes per row and head
   bool separate_values = false;
   std::uint32_t seed = 1;
 };

@@ -125,7 +125,7 @@ TEST_CASE("cuda::plan: StreamingSink drops the pages that the host drops", "[cud
   same(world, StreamingSink({.sinks = 2, .recent = 9}));
 }
 
-TEST_CASE("cuda::plan: StreamingSink exact packs in order, one row more overwrites a slot",
+TEST_CASE("cuda::plan: StreamingSink exact packs in order, one more row overwrites a slot",
           "[cuda][parity]") {
   WorldShape shape;
   shape.holes = GENERATE(false, true);
@@ -437,7 +437,7 @@ TEST_CASE("cuda::plan: unequal budgets in one table, and planes common to heads,
   CHECK(world.difference() == "");
 }
 
-TEST_CASE("cuda::plan: lengths in place of states, and CSR tables", "[cuda][parity]") {
+TEST_CASE("cuda::plan: lengths instead of states, and CSR tables", "[cuda][parity]") {
   WorldShape shape;
   World world(shape);
   std::vector<std::int32_t> lengths;

@@ -3,8 +3,8 @@
 
 #include "catch.hpp"
 #include "cuda/score/cpu_scores.hpp"
-#include "device_buffer.hpp"
 #include "cuda/score/score_world.hpp"
+#include "device_buffer.hpp"
 
 #include <algorithm>
 #include <cmath>

@@ -6,8 +6,8 @@
 
 #include "catch.hpp"
 #include "cuda/score/cpu_scores.hpp"
-#include "device_buffer.hpp"
 #include "cuda/score/score_world.hpp"
+#include "device_buffer.hpp"
 
 #include <algorithm>
 #include <cmath>
@@ -223,7 +223,7 @@ TEST_CASE("cuda column sums: step by step or at once, the sums agree", "[column_
   const Sums whole = accumulate(w, params);
   start_at(w, 0.0F);
   Sums steps;
-  for (std::int32_t i = 0; i < 40; ++i) {  // one query a call, as decode does
+  for (std::int32_t i = 0; i < 40; ++i) {  // one query per call, as in decode
     cuda::DeviceQueries all = w.queries;
     DeviceBuffer<std::int32_t> position(std::vector<std::int32_t>{i}, "position");
     w.queries.block.data += i * 64;

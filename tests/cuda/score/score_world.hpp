@@ -2,7 +2,7 @@
 #pragma once
 
 // A batch of sequences in device memory, its twin on the host, and attention to it in double as a textbook writes it.
-// Every byte of the pool that is no key is 0xFF: a NaN in every type.
+// Every byte of the pool that is not part of a key is 0xFF: a NaN in every type.
 
 #include "device_buffer.hpp"
 
@@ -43,10 +43,10 @@ struct WorldOptions {
   Layout layout = Layout::nhd;
   Tables tables = Tables::dense;
   bool shuffled = false;   // rows are out of order of their positions, which have gaps
-  std::int32_t hole = -1;  // row that is none
+  std::int32_t hole = -1;  // row that is a hole
   std::int32_t left_padding = 0;
   bool score_planes = false;
-  std::int32_t queries = 8;  // rows a sequence has queries for, at most: its last ones
+  std::int32_t queries = 8;  // maximum rows per sequence that have queries: its last ones
   DType query_dtype = DType::f32;
   bool lse = true;
   LseBase lse_base = LseBase::e;

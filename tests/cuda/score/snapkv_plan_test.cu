@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// SnapKV from queries to moved rows, beside the host.
+// SnapKV from queries to moved rows, compared with the host.
 
 #if !defined(KVTRIM_CUDA_KERNELS_ELSEWHERE)
 #  define KVTRIM_CUDA_KERNELS_ELSEWHERE

@@ -307,7 +307,7 @@ TEST_CASE("cuda window: a score does not change by a bit with page size, place, 
 TEST_CASE("cuda window: layers may be separate buffers, aligned or not", "[window]") {
   for (const cuda::ScorePath path : {cuda::ScorePath::fma, cuda::ScorePath::tensor_cores}) {
     for (const std::int32_t skew :
-         {0, 1}) {  // elements; queries that are not aligned are no work for tensor cores
+         {0, 1}) {  // elements; tensor cores cannot take unaligned queries
       if (skew != 0 && path == cuda::ScorePath::tensor_cores) { continue; }
       WorldOptions o{.dtype = DType::bf16, .dim = 64, .group = 2, .layers = 2, .lengths = {70}};
       o.query_dtype = DType::bf16;

@@ -248,7 +248,7 @@ TEST_CASE("cuda::top_k: sums with compensation are ranked by age", "[cuda][parit
   CHECK(got[1] == (rows.age_normalised ? 2 : 1));
 }
 
-TEST_CASE("cuda::top_k: refuses what cannot be before any launch", "[cuda]") {
+TEST_CASE("cuda::top_k: refuses impossible bounds before any launch", "[cuda]") {
   cuda::RowScores rows;
   const DeviceBuffer<cuda::SelectTask> tasks(std::vector<cuda::SelectTask>(3));
   DeviceBuffer<std::int32_t> out(3);
@@ -257,7 +257,7 @@ TEST_CASE("cuda::top_k: refuses what cannot be before any launch", "[cuda]") {
       cudaErrorInvalidValue);
   CHECK(cuda::top_k(rows, nullptr, {1, 1, 1, 8}, out.data(), out.data(), nullptr, 0, nullptr) ==
         cudaErrorInvalidValue);
-  // Several blocks a head need a workspace.
+  // Several blocks per head need a workspace.
   CHECK(cuda::top_k(
             rows, tasks.data(), {1, 1, 3, 20000}, out.data(), out.data(), nullptr, 0, nullptr) ==
         cudaErrorInvalidValue);

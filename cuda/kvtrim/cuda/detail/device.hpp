@@ -3,7 +3,7 @@
 
 // The only file that knows whether a `.cuh` is compiled by nvcc or, with KVTRIM_EMULATED set, by a host compiler against
 // the emulator of tests/emulator. Kernels use CUDA's own spelling (threadIdx, __syncthreads, __shfl_*_sync, atomicAdd)
-// and these few names for what C++ cannot spell in both worlds.
+// and these few names for what cannot be written the same way for both.
 
 #include <kvtrim/core/dtype.hpp>
 #include <kvtrim/core/types.hpp>
@@ -48,18 +48,18 @@
 #  define KVTRIM_NO_UNROLL _Pragma("unroll 1")
 #  define KVTRIM_LAUNCH_BOUNDS(...) __launch_bounds__(__VA_ARGS__)
 #endif
-// A function of kernels: always inlined.
+// A function called from kernels: always inlined.
 #define KVTRIM_DEVICE __device__ __forceinline__
 
 namespace kvtrim::cuda::detail {
 
 inline constexpr unsigned full_warp = 0xFFFF'FFFFU;
-inline constexpr std::size_t most_shared_bytes = 227U * 1024U;  // of sm_90; sm_80 has 163 KiB
+inline constexpr std::size_t most_shared_bytes = 227U * 1024U;  // on sm_90; sm_80 has 163 KiB
 
 /// Queues `kernel` on `stream`; its arguments convert to the kernel's parameters.
 ///
-/// \returns what the launch itself says: an error inside the kernel comes out later, as everywhere in CUDA (the emulator
-///   has run the kernel by then, and returns `cudaErrorLaunchFailure`)
+/// \returns the status of the launch itself: an error inside the kernel is reported later, as everywhere in CUDA (the
+///   emulator has run the kernel by then, and returns `cudaErrorLaunchFailure`)
 template <class... P, class... A>
 [[nodiscard]] cudaError_t launch(void (*kernel)(P...),
                                  dim3 grid,
@@ -87,7 +87,7 @@ template <class... P, class... A>
 #endif
 }
 
-/// Loads `kernel` and lets it have `shared_bytes` of dynamic shared memory: what must not happen inside a capture.
+/// Loads `kernel` and allows it `shared_bytes` of dynamic shared memory. Must not be called inside a capture.
 template <class... P>
 [[nodiscard]] cudaError_t load([[maybe_unused]] void (*kernel)(P...),
                                [[maybe_unused]] std::size_t shared_bytes = 0) noexcept {
@@ -104,7 +104,7 @@ template <class... P>
 #endif
 }
 
-/// Multiprocessors of the current device; grids are at most four times as many blocks.
+/// Multiprocessors of the current device; grids have at most four times as many blocks.
 [[nodiscard]] inline int multiprocessors() noexcept {
 #if defined(KVTRIM_EMULATED)
   return emulator::multiprocessors;
@@ -119,7 +119,7 @@ template <class... P>
 #endif
 }
 
-/// Shared memory that one block may ask for on the current device.
+/// Shared memory that one block may request on the current device.
 [[nodiscard]] inline std::size_t block_shared_bytes() noexcept {
 #if defined(KVTRIM_EMULATED)
   return emulator::block_shared_bytes;
@@ -135,7 +135,7 @@ template <class... P>
 #endif
 }
 
-/// Blocks for `items` work items, at most four a multiprocessor: kernels walk the rest with a stride.
+/// Blocks for `items` work items, at most four per multiprocessor: kernels walk the rest with a stride.
 [[nodiscard]] inline unsigned bounded_grid(std::int64_t items) noexcept {
   const std::int64_t most = 4 * static_cast<std::int64_t>(multiprocessors());
   return static_cast<unsigned>(items < 1 ? 1 : items < most ? items : most);
@@ -157,7 +157,7 @@ KVTRIM_DEVICE void async_commit() {
   __pipeline_commit();
 #endif
 }
-/// Waits for all but the `Newest` last groups of this thread. A barrier must follow before other threads read.
+/// Waits for all but the last `Newest` groups of this thread. A barrier must follow before other threads read.
 template <int Newest>
 KVTRIM_DEVICE void async_wait() {
 #if defined(KVTRIM_EMULATED)
@@ -228,7 +228,7 @@ struct alignas(16) Vector16 {
   static constexpr int count = static_cast<int>(16 / sizeof(T));
   T at[16 / sizeof(T)];
 };
-/// Loads 16 bytes through the read-only path: never from memory that the same launch writes.
+/// Loads 16 bytes through the read-only path: never use it for memory that the same launch writes.
 template <class T>
 KVTRIM_DEVICE Vector16<T> load_16_constant(const T* p) {
   const uint4 raw = __ldg(reinterpret_cast<const uint4*>(p));
@@ -266,7 +266,7 @@ template <class R, class F>
   return otherwise;
 }
 
-/// Whether an address, and anything added to it in these steps, is a multiple of `bytes`.
+/// Whether an address, and any sum of it and these steps, is a multiple of `bytes`.
 [[nodiscard]] inline bool aligned_to(std::size_t bytes, const void* p) noexcept {
   return reinterpret_cast<std::uintptr_t>(p) % bytes == 0;
 }

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// The device's counterpart of `Arena`: one function lays a workspace out, and run on no memory it counts. The pointers are
-// the device's and are never followed here.
+// The device's counterpart of `Arena`: one function lays out a workspace; run without memory, it only counts. The pointers
+// are device pointers and are never followed here.
 
 #include <kvtrim/core/types.hpp>
 
@@ -33,7 +33,7 @@ class WorkspaceLayout {
     return base_ == nullptr || used_ > size_ ? nullptr : reinterpret_cast<T*>(base_ + begin);
   }
 
-  /// Whether the memory is aligned and all that was taken fits.
+  /// Whether the memory is aligned and everything taken so far fits.
   [[nodiscard]] bool ok() const noexcept {
     return base_ != nullptr && reinterpret_cast<std::uintptr_t>(base_) % alignment == 0 &&
            used_ <= size_;

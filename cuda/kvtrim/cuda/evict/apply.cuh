@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Gather-compaction: moves what a device plan says, keys, values, page planes and sequence planes in one launch a way of
-// removal. The specification is kvtrim::apply.
+// Gather-compaction: moves what a device plan says (keys, values, page planes and sequence planes), with one launch per way
+// of removal. The specification is kvtrim::apply.
 //
 // Moves through lists (holes filled from the tail, an overwritten slot, a pack into spare pages) read and write disjoint
 // rows: tiles of 32 rows, no barrier between them. A pack in place reads what it will overwrite: one block walks one chain
-// (sequence, layer, KV head, plane) forward, all reads of a tile before its writes, the next tile's reads under way.
+// (sequence, layer, KV head, plane) forward, all reads of a tile before its writes, with the next tile's reads in flight.
 // Over 400 lines: both kinds of move share the planes.
 
 #include <kvtrim/cache/cache_view.hpp>
@@ -24,12 +24,12 @@ namespace kvtrim::cuda {
 namespace detail {
 
 inline constexpr int move_threads = 256;
-inline constexpr int pack_batch = 4;  // units of a thread in a tile of a chain
+inline constexpr int pack_batch = 4;  // units per thread in a tile of a chain
 inline constexpr int pack_stages = 2;
 inline constexpr std::size_t pack_shared_bytes =
     sizeof(uint4) * pack_stages * pack_batch * move_threads;
 
-// One block: whether the plan may be carried out, from `from` to `to`. Raises the generation of the states it touches.
+// One block: whether the plan may be carried out, from `from` to `to`. Increments the generation of the states it touches.
 template <class = void>
 __global__ void gate_kernel(CacheView view, DevicePlan plan, DeviceStage from, DeviceStage to) {
   KVTRIM_SHARED(std::int32_t, opens, [1]);
@@ -55,7 +55,7 @@ __global__ void gate_kernel(CacheView view, DevicePlan plan, DeviceStage from, D
   }
 }
 
-/// One unit of global memory that is not looked at again: past the first-level cache, first to leave the second.
+/// One unit of global memory that is not used again: bypasses the first-level cache, evicted first from the second.
 template <class T>
 KVTRIM_DEVICE T load_once(const std::byte* p) {
   return __ldcs(reinterpret_cast<const T*>(p));
@@ -72,7 +72,7 @@ struct DevicePlace {
   Slot slot;
 };
 
-/// Place of a row by the tables as they are.
+/// Place of a row according to the current tables.
 KVTRIM_DEVICE DevicePlace
 old_place(const CacheView& view, SequenceId s, LayerId l, HeadId h, std::int32_t row) {
   const std::int32_t at = row + view.first_row(s);
@@ -80,7 +80,7 @@ old_place(const CacheView& view, SequenceId s, LayerId l, HeadId h, std::int32_t
           view.v_page(s, l, h, at / view.page_size),
           Slot{at % view.page_size}};
 }
-/// Place of a row by the plan.
+/// Place of a row according to the plan.
 KVTRIM_DEVICE DevicePlace new_place(const DevicePlan& plan,
                                     std::int64_t table,
                                     std::int32_t first_row,
@@ -119,7 +119,7 @@ struct MoveShared {
   Move rows[move_tile];
 };
 
-/// Copies the rows of the tile in units of `T`, four of them under way in each thread.
+/// Copies the rows of the tile in units of `T`, with four of them in flight in each thread.
 template <class T>
 KVTRIM_DEVICE void move_units(
     const RowPlane& p, LayerId l, HeadId h, int count, const MoveShared& shared) {
@@ -146,7 +146,7 @@ KVTRIM_DEVICE void move_units(
   }
 }
 
-// A block: a tile of 32 rows of one KV head, all planes. Out of place the sequence planes are the pack kernel's: they
+// A block: a tile of 32 rows of one KV head, all planes. Out of place, the sequence planes are left to the pack kernel: they
 // close up where they lie.
 template <bool Fast>
 __global__ void KVTRIM_LAUNCH_BOUNDS(move_threads, 2)
@@ -182,7 +182,7 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(move_threads, 2)
       const Move move = move_of(plan, table, head, index, first + thread);
       shared.rows[thread] = move;
       shared.from[thread] = old_place(view, s, l, h, move.from);
-      // An overwritten slot may lie in a page that the table gives up with this plan's last row.
+      // An overwritten slot may lie in a page that leaves the table along with this plan's last row.
       shared.to[thread] = table.spare_pages > 0
                               ? new_place(plan, table_index, table.first_row, move.to)
                               : old_place(view, s, l, h, move.to);
@@ -233,7 +233,7 @@ struct Chain {
   std::int32_t begin;
   std::int32_t end;
 };
-/// Row that comes to place `to`.
+/// Row that moves to place `to`.
 KVTRIM_DEVICE std::int32_t source_of(const DevicePlan& plan, const Chain& chain, std::int32_t to) {
   if (chain.table.removal != Removal::drop_pages) { return chain.rows[to]; }
   const std::int32_t at = to + chain.table.first_row;
@@ -250,7 +250,7 @@ KVTRIM_DEVICE void pack_units(const DevicePlan& plan,
                               int units,
                               Address address) {
   std::int32_t row = chain.begin;
-  int skip = 0;  // units of `row` that are done
+  int skip = 0;  // units of `row` already done
   while (row < chain.end) {
     const int u = skip + static_cast<int>(threadIdx.x);
     const std::int32_t to = row + u / units;
@@ -376,14 +376,14 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(move_threads, 2)
 
 }  // namespace detail
 
-/// Moves what the plan in `workspace` says. Tables and lengths stay until `commit`.
+/// Moves what the plan in `workspace` says. Tables and lengths stay unchanged until `commit`.
 ///
-/// Writes nothing where the plan's status is not usable, where it was applied before, or where the view is no longer what
-/// the plan was made from: the report's status is `stale_plan` then.
+/// Writes nothing if the plan's status is not usable, if the plan was applied before, or if the view is no longer what the
+/// plan was made from: then the report's status is `stale_plan`.
 ///
 /// \param workspace  as given to `plan`
 /// \param view       as given to `plan`
-/// \returns `cudaErrorInvalidValue` before any launch for a misaligned plane or a workspace that holds no plan; else the
+/// \returns `cudaErrorInvalidValue` before any launch for a misaligned plane or a workspace that holds no plan; otherwise the
 ///   launches' status
 /// \par Complexity
 /// O(rows that move)

@@ -20,7 +20,7 @@ struct DeviceTables {
   std::int32_t* ref_counts =
       nullptr;  ///< the same array as `view.writable.ref_counts`; null: every released page is free
   std::int32_t* freed =
-      nullptr;  ///< receives the pages that nobody holds any longer, in the order of `released`
+      nullptr;  ///< receives the pages without any owner left, in the order of `released`
   std::int32_t* freed_count = nullptr;  ///< [1]: how many
 };
 
@@ -96,13 +96,13 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(table_threads)
 
 /// Stores the tables, lengths and states of an applied plan, and drops the references of the pages it releases.
 ///
-/// Nothing is written unless the plan was applied and neither the view nor a later commit came between: the report's status
-/// is `not_applied` or `stale_plan` then, and `freed_count` 0.
+/// Nothing is written if the plan was not applied, or if the view has changed or was committed since: then the report's
+/// status is `not_applied` or `stale_plan`, and `freed_count` is 0.
 ///
 /// \param workspace  as given to `plan`
 /// \param view       as given to `plan`; a dense table
 /// \param out        the engine's arrays
-/// \returns `cudaErrorInvalidValue` before any launch for a CSR table or a missing array; else the launches' status
+/// \returns `cudaErrorInvalidValue` before any launch for a CSR table or a missing array; otherwise the launches' status
 /// \par Complexity
 /// O(table entries)
 /// \par Stream

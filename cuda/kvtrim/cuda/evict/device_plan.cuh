@@ -15,13 +15,13 @@
 
 namespace kvtrim::cuda {
 
-/// What a plan does and what became of it. Written by the plan kernels; `apply` changes `status` where it refuses.
+/// What a plan does, and its outcome. Written by the plan kernels; `apply` changes `status` if it refuses.
 struct DeviceReport {
   Status status = Status::
-      ok;  ///< `ok` or `over_budget`: the plan may be applied; else nothing was or will be written
+      ok;  ///< `ok` or `over_budget`: the plan may be applied; otherwise nothing was or will be written
   std::int32_t released = 0;  ///< ids in `DevicePlan::released`
   std::int32_t spares_needed =
-      0;  ///< spare pages that an out-of-place plan takes; with `out_of_pages`, would take
+      0;  ///< spare pages that an out-of-place plan takes; with `out_of_pages`, the number it would take
   std::int64_t nan_count = 0;    ///< NaN among the scores that compete
   std::int64_t kept = 0;         ///< rows that stay, over layers and KV heads
   std::int64_t evicted = 0;      ///< rows that go
@@ -35,15 +35,15 @@ inline constexpr int move_tile = 32;  // rows that a block moves at a time
 enum class DeviceStage : std::int32_t { planned, applied, committed };
 
 struct PlanControl {
-  unsigned long long faults[3];   // the first one of each phase: place, status; all ones: none
+  unsigned long long faults[3];   // the first one of each phase: place, status; all bits set: none
   unsigned long long generation;  // of the view the plan was made from
-  unsigned long long current;     // being added up
+  unsigned long long current;     // the sum so far
   DeviceStage stage;
   std::int32_t go;  // the movers may move
 };
 
 inline constexpr unsigned long long no_fault = ~0ULL;
-// Phases of a plan: each reads the faults of those before it only.
+// Phases of a plan: each reads only the faults of the phases before it.
 inline constexpr int phase_check = 0;
 inline constexpr int phase_open = 1;
 inline constexpr int phase_close = 2;
@@ -65,7 +65,7 @@ struct DevicePlan {
   std::int32_t sequences = 0;
   std::int32_t layers = 0;
   std::int32_t kv_heads = 0;
-  std::int32_t tables = 0;  ///< of a sequence
+  std::int32_t tables = 0;  ///< per sequence
   std::int32_t page_size = 1;
   std::int32_t max_rows = 0;
   std::int32_t max_pages = 0;
@@ -77,10 +77,10 @@ struct DevicePlan {
       nullptr;  ///< [sequences, layers, kv_heads, max_rows]: kept rows, then the others
   std::int32_t* pages = nullptr;  ///< [sequences, tables, 2, max_pages]: K and V ids afterwards
   std::int32_t* sources =
-      nullptr;  ///< [sequences, tables, max_pages]: entry each had before; -1: a spare page
+      nullptr;  ///< [sequences, tables, max_pages]: entry that each had before; -1: a spare page
   std::int32_t* released =
-      nullptr;                  ///< [report->released]: ids that leave a table, tail first a table
-  SelectTask* tasks = nullptr;  ///< internal
+      nullptr;  ///< [report->released]: ids that leave a table, tail first per table
+  SelectTask* tasks = nullptr;            ///< internal
   std::int32_t* active = nullptr;         ///< internal: [sequences, tables]: rows compete by score
   std::int32_t* nan_counts = nullptr;     ///< internal: [sequences, layers, kv_heads]
   std::int32_t* released_rows = nullptr;  ///< internal: [sequences, tables, 2 * max_pages]
@@ -152,7 +152,7 @@ namespace detail {
 
 }  // namespace detail
 
-/// Device memory of a plan, and the bounds it was sized for. One a stream.
+/// Device memory of a plan, and the bounds it was sized for. One per stream.
 struct PlanWorkspace {
   PlanShape shape{};       ///< upper bounds; `max_rows` counts left padding and a hole too
   void* memory = nullptr;  ///< device, aligned to 256 bytes

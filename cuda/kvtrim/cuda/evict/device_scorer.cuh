@@ -17,18 +17,18 @@
 
 namespace kvtrim::cuda {
 
-/// What a plan may look at beside the cache; every pointer is the device's.
+/// What a plan may look at besides the cache; every pointer is a device pointer.
 struct DeviceObservation {
   QueryBlock queries{};  ///< `data` in elements of `query_dtype`, strides in elements
   DType query_dtype = DType::f32;
   KeyScales key_scales{};  ///< of fp8 keys
-  SequencePlane scores{};  ///< ready-made fp32 scores by row, used in place of the policy's scorer
+  SequencePlane scores{};  ///< ready-made fp32 scores by row, used instead of the policy's scorer
   const std::int32_t* budgets =
-      nullptr;           ///< rows to keep, in place of the policy's own; null: the policy's
+      nullptr;           ///< rows to keep, instead of the policy's own budget; null: the policy's
   RowMap budget_rows{};  ///< index of (sequence, layer, KV head) in `budgets`
 };
 
-/// What a scorer is given beside the view.
+/// What a scorer is given besides the view.
 struct ScorerCall {
   PlanShape shape{};  ///< bounds
   const std::int32_t* active =
@@ -44,7 +44,7 @@ struct ScorerCall {
 /// |-----------------------------------------|----------------------------------------------------------|
 /// | `by_position`                           | there are no scores                                      |
 /// | `workspace_bytes(params, shape)`        | device bytes of a call, pure and monotone                |
-/// | `check(params, view, obs)`              | whether what it needs is there, as far as the host sees  |
+/// | `check(params, view, obs)`              | whether what it needs is there, as far as the host knows |
 /// | `launch(params, view, obs, call, rows)` | queues the scoring; `rows` is what `top_k` is to read    |
 template <class Params>
 struct DeviceScorer;
@@ -71,7 +71,7 @@ struct DeviceScorer<NoScores> {
   }
 };
 
-/// Accumulated attention is ranked where it lies: sum plus compensation, by age if asked.
+/// Accumulated attention is ranked where it lies: sum plus compensation, divided by age if `age_normalised`.
 template <>
 struct DeviceScorer<AccumulateParams> {
   static constexpr bool by_position = false;
@@ -94,7 +94,7 @@ struct DeviceScorer<AccumulateParams> {
   }
 };
 
-/// Ready-made scores: `DeviceObservation::scores` must be there, and is then used for any policy.
+/// Ready-made scores: `DeviceObservation::scores` must be present; it is then used for any policy.
 template <>
 struct DeviceScorer<ExternalParams> {
   static constexpr bool by_position = false;

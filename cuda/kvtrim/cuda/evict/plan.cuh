@@ -4,12 +4,12 @@
 // The host's `plan`, on the device: the specification is kvtrim::plan. Equal scores give equal kept rows, bit for bit.
 //
 // Kernels in order: clear, check (what the tables say is never trusted), open (the policy's demand), the scorer's, the
-// selection's, close (pages, moves and costs of a table), finish (totals), lists (released ids, spare pages). Each leaves at once
-// where a fault was found or nothing goes. Paths depend on bounds, so the whole can be captured into a graph.
+// selection's, close (pages, moves and costs of a table), finish (totals), lists (released ids, spare pages). Each returns at
+// once if a fault was found or nothing goes. Paths depend on bounds alone, so all of it can be captured into a graph.
 //
 // Differs from the host: positions stay (`PositionMode::keep`); a shared page that would be written is refused
-// (`shared_page`) where the host keeps or copies it: an out-of-place plan writes none; a page that may not be written and
-// stands twice in one table is not noticed. Over 400 lines: its kernels share one plan in the making.
+// (`shared_page`) where the host keeps or copies it (an out-of-place plan writes none); a page that must not be written and
+// occurs twice in one table is not noticed. Over 400 lines: its kernels share one unfinished plan.
 
 #include <kvtrim/cache/cache_view.hpp>
 #include <kvtrim/cache/move.hpp>
@@ -30,9 +30,9 @@
 
 namespace kvtrim::cuda {
 
-/// How a device plan is to be made.
+/// How to make a device plan.
 struct DevicePlanOptions {
-  Removal removal = Removal::automatic;  ///< the policy's own, or this one
+  Removal removal = Removal::automatic;  ///< `automatic`: the policy's own
   bool out_of_place =
       false;  ///< `stable_pack` into spare pages: shared pages are not written, all old ones are released
   const std::int32_t* spare_pages = nullptr;  ///< device: free pages, taken from the front
@@ -82,7 +82,7 @@ __global__ void clear_kernel(DevicePlan plan) {
   }
 }
 
-// A block: one table. Looks at lengths and ids, and adds up the generation; `verify`: only that.
+// A block: one table. Checks lengths and ids, and adds up the generation; `verify`: only the latter.
 template <class = void>
 __global__ void KVTRIM_LAUNCH_BOUNDS(table_threads)
     check_kernel(CacheView view, DevicePlan plan, std::int32_t layer_base_unit, bool verify) {
@@ -119,7 +119,7 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(table_threads)
            static_cast<std::uint64_t>(layer_base_unit - 1)) != 0) {
         note_fault(plan.control, phase_check, place, Status::bad_observation);
       }
-      // `apply` raises the generation of states itself; `commit` must still know the view.
+      // `apply` increments the generation of states itself; `commit` must still recognise the view.
       const bool raised = verify && view.states != nullptr &&
                           plan.control->stage == DeviceStage::applied && plan.table_plans[i].evicts;
       const unsigned long long lengths = static_cast<unsigned long long>(live) << 32U |
@@ -163,7 +163,7 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(table_threads)
   }
 }
 
-// What the demand of a head depends on beside the view.
+// What the demand of a head depends on besides the view.
 struct OpenInput {
   const std::int32_t* budgets;
   RowMap budget_rows;
@@ -270,7 +270,7 @@ __global__ void open_kernel(P policy, CacheView view, DevicePlan plan, OpenInput
       table.shared_kept = demand.window;
     }
     plan.table_plans[plan.table_index(s, t)] = table;
-    // Where all that competes goes, nobody asks for its scores.
+    // If every competing row goes, no scores are needed.
     const CandidateRange range = candidates(demand.protection, live);
     plan.active[plan.table_index(s, t)] = evicts && demand.keep > live - range.count() ? 1 : 0;
     if (status != Status::ok) {
@@ -457,7 +457,7 @@ KVTRIM_DEVICE void keep_leading_pages(const ClosingTable& at,
   table.released = (table.pages_before - released_from) * each;
 }
 
-/// One row too many: its slot takes the next append.
+/// For one row too many: its slot takes the next append.
 KVTRIM_DEVICE Status close_overwrite(const ClosingTable& at,
                                      TablePlan& table,
                                      const SelectTask& task,
@@ -477,7 +477,7 @@ KVTRIM_DEVICE Status close_overwrite(const ClosingTable& at,
   }
   differs = __syncthreads_or(differs) != 0;
   if (__syncthreads_or(shared_victim) != 0) { return Status::shared_page; }
-  // The row that just left the window, if it can be found: so the window's slots stay a ring.
+  // The row that just left the window, if it can be found: this keeps the window's slots a ring.
   std::int32_t slot = first_victim;
   if (differs) {
     if (common) { return Status::planes_disagree; }
@@ -555,7 +555,7 @@ KVTRIM_DEVICE Status close_pack(const ClosingTable& at,
     HeadPlan head;
     head.kept = kept;
     head.evicted = table.live_before - kept;
-    // Stable: rows in front of the first gap stay. Holes: rows below `kept` stay, the others fill the holes in order.
+    // Stable: rows before the first gap stay. Holes: rows below `kept` stay, the others fill the holes in order.
     const std::int32_t stay =
         fills ? first_not_below(rows, kept, kept, 0) : first_not_below(rows, kept, 1, 1);
     head.moved = out_of_place ? kept : kept - stay;
@@ -580,7 +580,7 @@ KVTRIM_DEVICE Status close_pack(const ClosingTable& at,
   return Status::ok;
 }
 
-/// Whether sequence planes common to heads or layers with tables of their own meet equal rows there.
+/// Whether heads or layers that have their own tables but share sequence planes keep the same rows.
 KVTRIM_DEVICE bool agrees_with_other_tables(const ClosingTable& at) {
   const CacheView& view = at.view;
   bool heads = false;
@@ -666,7 +666,7 @@ struct FinishShared {
   std::int32_t over;
 };
 
-/// Exclusive sum over the block's threads; `total`: of all. Two barriers.
+/// Exclusive sum over the block's threads; `total`: of all of them. Two barriers.
 KVTRIM_DEVICE std::int32_t block_sum_before(std::int32_t value,
                                             FinishShared& shared,
                                             std::int32_t& total) {
@@ -823,7 +823,7 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(select_threads)
   }
 }
 
-// A block: one table. Its released ids go into the common list, its spare pages come from there.
+// A block: one table. Its released ids go into the common list; its spare pages are taken from the common ones.
 template <class = void>
 __global__ void KVTRIM_LAUNCH_BOUNDS(table_threads)
     lists_kernel(CacheView view, DevicePlan plan, DevicePlanOptions options) {
@@ -848,7 +848,7 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(table_threads)
   return {shape.sequences, shape.layers, shape.kv_heads, shape.max_rows};
 }
 
-/// Whether the host sees nothing wrong.
+/// Whether everything the host can check is in order.
 [[nodiscard]] inline bool fits(const CacheView& view, const PlanShape& shape) noexcept {
   return view.sequences >= 0 && view.sequences == shape.sequences && view.layers == shape.layers &&
          view.kv_heads == shape.kv_heads && view.scope == shape.scope && view.layers >= 1 &&
@@ -881,19 +881,19 @@ template <Policy P>
          detail::DeviceScorerOf<P>::workspace_bytes(policy.scorer(), shape);
 }
 
-/// Says what an eviction by `policy` does to every sequence of `view`. Nothing but the workspace is written.
+/// Plans what an eviction by `policy` does to every sequence of `view`. Writes nothing except the workspace.
 ///
-/// \param view       every pointer in it is the device's; its extents are those of the workspace's shape
+/// \param view       every pointer in it is a device pointer; its extents are those of the workspace's shape
 /// \param obs        what the policy's scorer needs, budgets, or ready-made scores; on the device
 /// \param workspace  where the plan will lie: `device_plan(workspace)`
 /// \param options    way of removal; spare pages of an out-of-place plan
 /// \returns `cudaErrorInvalidValue` before any launch for a misaligned plane, a view that does not fit the shape, a missing
-///   input or a workspace that is too small; else the launches' status. What lies on the device (ids, lengths, budgets) is
-///   checked there: `DeviceReport::status` says so, and `apply` then writes nothing
+///   input or a workspace that is too small; otherwise the launches' status. What lies on the device (ids, lengths,
+///   budgets) is checked there: a fault is reported in `DeviceReport::status`, and `apply` then writes nothing
 /// \par Ties
 /// the lower position is kept. NaN is the lowest class, counted in the report
 /// \par Complexity
-/// the scorer's, and O(live rows) a KV head; O(table entries) when nothing goes
+/// the scorer's, plus O(live rows) per KV head; O(table entries) if nothing goes
 /// \par Stream
 /// asynchronous on `stream`; never synchronises, allocates nothing, may be captured into a graph
 template <Policy P>

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// CUDA loads a kernel when it is first used, which may wait for the device: forbidden while a stream is captured. Score
-// kernels are loaded by one call outside a capture (window_scores, accumulate_probabilities, accumulate_column_sums).
+// CUDA loads a kernel when it is first used. This may wait for the device, which is forbidden while a stream is captured.
+// Score kernels are loaded by one call outside a capture (window_scores, accumulate_probabilities, accumulate_column_sums).
 
 #include <kvtrim/cuda/detail/device.hpp>
 #include <kvtrim/cuda/evict/apply.cuh>
@@ -15,8 +15,8 @@
 
 namespace kvtrim::cuda {
 
-/// Loads what `plan` (but for its scorer), `apply` and `commit` launch for `policy` and views within `shape`, on the current
-/// device. Once, before a capture.
+/// Loads what `plan` (except for its scorer), `apply` and `commit` launch for `policy` and views within `shape`, on the current
+/// device. Call it once, before a capture.
 ///
 /// \returns the first status that is not `cudaSuccess`
 /// \par Stream

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Renumbering rotated keys on the device, in place, after rows have moved. Specification: evict/rerotate.hpp. Which keys
-// may be rotated at all is the same rule: f32 keys, or f16 and bf16 keys beside a plane of un-rotated ones, or pristine
+// Renumbering rotated keys on the device, in place, after rows have moved. Specification: evict/rerotate.hpp. The rule for
+// which keys may be rotated is the same: f32 keys, or f16 and bf16 keys with a plane of un-rotated ones or with pristine
 // sinks; anything else is refused before the launch.
 
 #include <kvtrim/cache/cache_view.hpp>
@@ -20,8 +20,8 @@ struct DeviceRope {
   const double* inverse_frequencies = nullptr;  ///< [layers, dim / 2], or [dim / 2]
   std::int32_t dim = 0;                         ///< rotated features; even
   std::int32_t offset = 0;                      ///< first rotated feature
-  RopePairs pairs = RopePairs::half_split;      ///< pairing
-  RopeKind kind = RopeKind::standard;           ///< what it is; only `standard` can be rotated
+  RopePairs pairs = RopePairs::half_split;      ///< which features are rotated together
+  RopeKind kind = RopeKind::standard;           ///< only `standard` can be rotated
   bool same_for_all_layers = false;             ///< one array of frequencies serves all layers
 };
 
@@ -34,14 +34,14 @@ struct RerotateArgs {
   PositionMode mode;
   PristineSinks pristine;
   bool from_unrotated;    // keys come from `view.unrotated_keys`
-  SequencePlane targets;  // absent: row r of the live ones goes to rope position r
-  std::int32_t unit;      // features of one load: 4, or 1
+  SequencePlane targets;  // absent: live row r goes to rope position r
+  std::int32_t unit;      // features per load: 4 or 1
 };
 
 inline constexpr int rerotate_threads = 128;
 
-/// Cosine and sine of delta positions at this frequency: the angle is reduced in double, as the CPU does it. In half
-/// turns, because sincosf's slow path, which no reduced angle takes, would cost local memory.
+/// Cosine and sine of delta positions at this frequency: the angle is reduced in double, as on the CPU. In half turns,
+/// because sincosf's slow path, which no reduced angle takes, would cost local memory.
 KVTRIM_DEVICE float2 rotation(double frequency, std::int32_t delta) {
   constexpr double inverse_turn = 0.159154943091895335768883763372514362;
   const double turns = delta * frequency * inverse_turn;
@@ -71,8 +71,8 @@ KVTRIM_DEVICE void write_feature(std::byte* p, DType dtype, float x) {
   }
 }
 
-/// A warp a row: its lanes share the pairs. Rows of pages that must not be written, and rows that are where they should
-/// be, are left alone.
+/// One warp per row: its lanes share the pairs. Rows in pages that must not be written, and rows that are already where
+/// they should be, are left alone.
 template <int Threads>
 __global__ void KVTRIM_LAUNCH_BOUNDS(Threads) rerotate_kernel(RerotateArgs a) {
   const int lane = static_cast<int>(threadIdx.x) & 31;
@@ -120,14 +120,15 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(Threads) rerotate_kernel(RerotateArgs a) {
                                                  a.view.unrotated_keys.dtype)
                                   : read_feature(from + to.feature_offset(d), to.dtype);
       };
-      if (from != key || sink != nullptr) {  // what RoPE leaves alone comes from the source too
+      if (from != key ||
+          sink != nullptr) {  // features that RoPE leaves alone come from the source too
         for (std::int32_t d = lane; d < to.head_dim; d += 32) {
           if (d < a.rope.offset || d >= a.rope.offset + a.rope.dim) {
             write_feature(key + to.feature_offset(d), to.dtype, read(d));
           }
         }
       }
-      if (a.unit == 4) {  // f32 keys in place: four pairs' halves, or two pairs, by 16 bytes
+      if (a.unit == 4) {  // f32 keys in place: the halves of four pairs, or two pairs, per 16 bytes
         for (std::int32_t j = 4 * lane;
              j < (a.rope.pairs == RopePairs::half_split ? half : a.rope.dim);
              j += 128) {
@@ -175,7 +176,7 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(Threads) rerotate_kernel(RerotateArgs a) {
   }
 }
 
-/// Whether float pairs can be loaded by 16 bytes.
+/// Whether float pairs can be loaded 16 bytes at a time.
 [[nodiscard]] inline bool rotates_by_four(const CacheView& view, const DeviceRope& rope) noexcept {
   const Plane& k = view.k;
   const std::int32_t step = rope.pairs == RopePairs::half_split ? rope.dim / 2 : rope.dim;
@@ -187,27 +188,27 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(Threads) rerotate_kernel(RerotateArgs a) {
 
 }  // namespace detail
 
-/// Working space of `rerotate`: the list of tiles, 4 bytes a table.
+/// Working space of `rerotate`: the list of tiles, 4 bytes per table.
 [[nodiscard]] inline std::size_t rerotate_workspace_bytes(const CacheView& view) noexcept {
   return detail::tile_list_bytes(view);
 }
 
-/// Rotates the key of every live row from the rope position it stands at to the one it should have, and writes that.
+/// Rotates the key of every live row from its current rope position to the one it should have, and writes that position.
 ///
-/// \param view      pointers inside it are device pointers; `rope_positions` must be there for each layer and KV head
+/// \param view      pointers inside it are device pointers; `rope_positions` must exist for each layer and KV head
 /// \param rope      its frequencies on the device
-/// \param mode      `in_cache`: all rows, from `view.unrotated_keys` where there is such a plane, else by the difference;
+/// \param mode      `in_cache`: all rows, from `view.unrotated_keys` if there is such a plane, otherwise by the difference;
 ///   `sinks_follow`: the first `pristine.sinks` rows, from `pristine.keys` (a device pointer)
-/// \param targets   int32 by row, where each key should stand; absent: row r of the live ones at r (ordered tables)
-/// \param max_rows  host bound of the rows of a table
-/// \param workspace [rerotate_workspace_bytes(view)], at a multiple of 256; one a stream
-/// \returns `cudaErrorInvalidValue` before anything is launched, for all that `Rerotator` throws on, no frequencies, an
-///   address that is no multiple of the element, a workspace too small
+/// \param targets   int32 by row, the rope position each key should have; absent: r for live row r (ordered tables)
+/// \param max_rows  host bound on the rows of a table
+/// \param workspace [rerotate_workspace_bytes(view)], at a multiple of 256; one per stream
+/// \returns `cudaErrorInvalidValue` before anything is launched, for everything that `Rerotator` throws on, missing
+///   frequencies, an address that is not a multiple of the element, or a workspace that is too small
 /// \par Error
-///   angles as the CPU's to an ulp of fp32; a key differs from `rotate_key`'s by at most 4 * 2^-24 (|x| + |y|), and half
-///   an ulp of a 16-bit type
+///   angles agree with the CPU's to an ulp of fp32; a key differs from `rotate_key`'s by at most 4 * 2^-24 (|x| + |y|),
+///   plus half an ulp of a 16-bit type
 /// \par Complexity
-///   O(live rows * dim); rows of f32 by 16 bytes where the layout allows it; rows in place are not touched
+///   O(live rows * dim); f32 rows 16 bytes at a time if the layout allows it; rows already in place are not touched
 /// \par Stream
 ///   asynchronous on `stream`, two launches; never synchronises or allocates; may be captured
 /// \par Source

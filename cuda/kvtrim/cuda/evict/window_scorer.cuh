@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// SnapKV's scores inside a device plan. Apart from device_scorer.cuh, because it brings all score kernels with it.
+// SnapKV's scores inside a device plan. Separate from device_scorer.cuh, because it brings all score kernels with it.
 
 #include <kvtrim/cuda/detail/device.hpp>
 #include <kvtrim/cuda/evict/device_scorer.cuh>

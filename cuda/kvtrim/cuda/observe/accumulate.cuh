@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Decode steps of engines that keep their probabilities. Specification: score/accumulate.hpp. Queries with an LSE in
-// place of probabilities: column_sums.cuh.
+// Decode steps of engines that keep their probabilities. Specification: observe/accumulate.hpp. For queries with an LSE
+// instead of probabilities, see column_sums.cuh.
 
 #include <kvtrim/core/compensated.hpp>
 #include <kvtrim/cuda/detail/device.hpp>
@@ -14,7 +14,7 @@
 
 namespace kvtrim::cuda {
 
-/// Softmax probabilities of one query a sequence, on the device: [sequences, layers, query heads, rows of the table].
+/// Softmax probabilities of one query per sequence, on the device: [sequences, layers, query heads, rows of the table].
 struct DeviceProbabilities {
   const float* data = nullptr;       ///< sequence 0, layer 0, head 0, row 0
   std::int32_t query_heads = 0;      ///< a multiple of the KV heads
@@ -31,7 +31,7 @@ struct AccumulateArgs {
   TileList tiles;
   AccumulateParams params;
   SequencePlane scores;  // absent: not wanted
-  bool vectors;          // rows by four
+  bool vectors;          // four rows at a time
 };
 
 inline constexpr int accumulate_threads = 128;
@@ -137,25 +137,26 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(Threads) accumulate_kernel(AccumulateArgs a
 
 }  // namespace detail
 
-/// Working space of `accumulate_probabilities`: the list of tiles, 4 bytes a table.
+/// Working space of `accumulate_probabilities`: the list of tiles, 4 bytes per table.
 [[nodiscard]] inline std::size_t accumulate_workspace_bytes(const CacheView& view) noexcept {
   return detail::tile_list_bytes(view);
 }
 
 /// Adds one query's probabilities to the accumulated scores of every live row of a batch.
 ///
-/// \param view           pointers inside it are device pointers; both score planes must be there
-/// \param probabilities  of the step just attended; a row that is not finite is added as it is, and then ranks lowest
-/// \param[out] scores    fp32 by row: what `AccumulatedScorer` makes of the new sums, aged if asked; may be absent
-/// \param max_rows       host bound of the rows of a table
-/// \param workspace      [accumulate_workspace_bytes(view)], at a multiple of 256; one a stream
+/// \param view           pointers inside it are device pointers; both score planes must be present
+/// \param probabilities  of the step just attended; a value that is not finite is added as it is, and its row then ranks
+///   lowest
+/// \param[out] scores    fp32 by row: what `AccumulatedScorer` makes of the new sums; may be absent
+/// \param max_rows       host bound on the rows of a table
+/// \param workspace      [accumulate_workspace_bytes(view)], at a multiple of 256; one per stream
 /// \returns `cudaErrorInvalidValue` before anything is launched: no score planes, no probabilities, query heads that are
-///   no multiple of the KV heads, misaligned planes, a workspace too small
+///   not a multiple of the KV heads, misaligned planes, a workspace that is too small
 /// \par Ties
-///   none. NaN: as `accumulate_probabilities` on the CPU, whose sums these equal bit for bit without decay and squares,
-///   else to 2^-40
+///   none. NaN: as `accumulate_probabilities` on the CPU. Without decay and squares the sums equal the CPU's bit for bit,
+///   otherwise to 2^-40
 /// \par Complexity
-///   O(group * live rows); rows by 16 bytes where planes and probabilities allow it
+///   O(group * live rows); rows 16 bytes at a time if planes and probabilities allow it
 /// \par Stream
 ///   asynchronous on `stream`, two launches; never synchronises or allocates; may be captured
 /// \par Source

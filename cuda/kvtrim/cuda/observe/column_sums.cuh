@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Column sums of the attention matrix on the device, without the matrix. Specification: score/column_sums.hpp. One query
-// a call is the decode step, all queries of a chunk with their LSE the prompt: the same kernel as window scores, whose
-// results go into the two score planes in place of a workspace.
+// Column sums of the attention matrix on the device, without the matrix. Specification: observe/column_sums.hpp. One query
+// per call is a decode step; all queries of a chunk with their LSE are a prompt. It is the same kernel as for window
+// scores, but its results go into the two score planes instead of a workspace.
 
 #include <kvtrim/cuda/observe/detail/instances.cuh>
 #include <kvtrim/policy/accumulate_params.hpp>
@@ -15,7 +15,7 @@
 
 namespace kvtrim::cuda {
 
-/// Working space of `accumulate_column_sums`: the list of tiles, 4 bytes a table.
+/// Working space of `accumulate_column_sums`: the list of tiles, 4 bytes per table.
 [[nodiscard]] inline std::size_t column_sums_workspace_bytes(const CacheView& view) noexcept {
   return detail::tile_list_bytes(view);
 }
@@ -23,16 +23,16 @@ namespace kvtrim::cuda {
 /// Adds the attention that each of the given queries pays to each live row to the accumulated scores of a batch: the mean
 /// over the query heads of the group, summed over the queries.
 ///
-/// \param view         pointers inside it are device pointers; both score planes must be there
-/// \param queries      rows of the chunk, or of the step, just attended, with their LSE; by layers as the view
+/// \param view         pointers inside it are device pointers; both score planes must be present
+/// \param queries      rows of the chunk, or of the step, just attended, with their LSE; same layers as the view
 /// \param key_scales   of fp8 keys
-/// \param[out] scores  fp32 by row: what `AccumulatedScorer` makes of the new sums, aged if asked; may be absent
+/// \param[out] scores  fp32 by row: what `AccumulatedScorer` makes of the new sums; may be absent
 /// \param bounds       `min_rows` is ignored: every live row of an active table is accumulated
-/// \param workspace    [column_sums_workspace_bytes(view)], at a multiple of 256; one a stream
+/// \param workspace    [column_sums_workspace_bytes(view)], at a multiple of 256; one per stream
 /// \pre the rows are those that the queries attended to; each query has at most one place in `queries`
-/// \returns `cudaErrorInvalidValue` before anything is launched: as `window_scores`, or no LSE, or no score planes
+/// \returns `cudaErrorInvalidValue` before anything is launched: as `window_scores`; also without LSE or score planes
 /// \par Ties
-///   none. NaN: a key that is not finite gets NaN; a query or LSE that is not finite is left out
+///   none. NaN: the row of a key that is not finite gets NaN; a query with a non-finite value or LSE is left out
 /// \par Error
 ///   of a probability: as `window_scores`; of the sums: at most 34 fp32 additions, then compensated
 /// \par Complexity

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Attention of a prompt's last queries on the device. Specification: score/window.hpp. With the engine's LSE keys are
-// read once; without it twice: a first pass leaves maximum and sum of every (query, tile), which are put together in the
-// order of the tiles, so that no result depends on how many blocks there are.
+// Attention of a prompt's last queries on the device. Specification: score/window.hpp. With the engine's LSE, keys are
+// read once; without it, twice: a first pass stores the maximum and the sum for every (query, tile), and these are merged
+// in the order of the tiles, so that no result depends on how many blocks there are.
 
 #include <kvtrim/core/order_key.hpp>
 #include <kvtrim/cuda/observe/detail/instances.cuh>
@@ -19,7 +19,7 @@ namespace detail {
 
 inline constexpr int pool_threads = 128;
 
-/// Rank of each live row by position, in tables that are out of order. A thread a row; O(rows^2).
+/// Rank of each live row by position, in tables that are out of order. One thread per row; O(rows^2).
 template <int Threads>
 __global__ void KVTRIM_LAUNCH_BOUNDS(Threads)
     rank_rows_kernel(CacheView view, TileList list, std::int32_t* ranks) {
@@ -52,7 +52,7 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(Threads)
   }
 }
 
-/// LSE of each query from the partials of its tiles; NaN where it sees no row or its logits overflow. A warp a query.
+/// LSE of each query from the partials of its tiles; NaN if it sees no row or its logits overflow. One warp per query.
 template <int Threads>
 __global__ void KVTRIM_LAUNCH_BOUNDS(Threads)
     combine_partials_kernel(AttentionArgs a, std::int32_t pad, std::int32_t items, float* lse2) {
@@ -92,7 +92,7 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(Threads)
     for (int d = 1; d < 32; d <<= 1) {
       const float other_largest = __shfl_xor_sync(full_warp, largest, d);
       const float other_sum = __shfl_xor_sync(full_warp, sum, d);
-      // Both lanes of a pair add the lower one's part first: all lanes end with the same bits.
+      // Both lanes of a pair add the lower one's part first, so all lanes end with the same bits.
       const bool upper = (lane & d) != 0;
       const float mine_largest = largest;
       const float mine_sum = sum;
@@ -107,7 +107,7 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(Threads)
   }
 }
 
-/// Pools raw scores over neighbouring positions; window columns and holes get 0. A thread a row.
+/// Pools raw scores over neighbouring positions; window columns and holes get 0. One thread per row.
 template <int Threads>
 __global__ void KVTRIM_LAUNCH_BOUNDS(Threads) pool_kernel(CacheView view,
                                                           TileList list,
@@ -163,7 +163,7 @@ struct WindowMemory {
   std::size_t bytes = 0;
   std::int32_t items = 0;
   std::int32_t most_queries = 0;
-  std::int32_t most_tiles = 0;  // of a table
+  std::int32_t most_tiles = 0;  // per table
 
   static WindowMemory take(const WindowParams& params,
                            const CacheView& view,
@@ -184,7 +184,7 @@ struct WindowMemory {
     m.starts = layout.take<std::int32_t>(
         static_cast<std::int64_t>(view.sequences) * view.tables_per_sequence() + 1);
     m.raw = layout.take<float>(rows);
-    // Without states every table is a fresh prompt, without positions every row is where its index says.
+    // Without states, every table is a fresh prompt; without positions, a row's position is its index.
     if (view.states != nullptr && view.positions) { m.ranks = layout.take<std::int32_t>(rows); }
     if (b.lse == nullptr) {
       m.lse2 = layout.take<float>(voters);
@@ -197,8 +197,8 @@ struct WindowMemory {
 
 }  // namespace detail
 
-/// Working space of `window_scores`, a multiple of 256 bytes: 4 bytes a row and KV head; 8 with positions; without an LSE
-/// 8 bytes a query and tile of keys more.
+/// Working space of `window_scores`, a multiple of 256 bytes: 4 bytes per row and KV head; 8 with positions; without an LSE
+/// another 8 bytes per query and tile of keys.
 [[nodiscard]] inline std::size_t window_scores_workspace_bytes(const WindowParams& params,
                                                                const CacheView& view,
                                                                const DeviceQueries& queries,
@@ -207,26 +207,26 @@ struct WindowMemory {
 }
 
 /// Scores every live row of a batch by the attention that the last `params.window` queries pay to it, as `WindowScorer`
-/// does: reduced over rows and over the heads of a group, the window's own columns cut, pooled.
+/// does: reduced over rows and over the heads of a group, with the window's own columns cut, then pooled.
 ///
 /// \param view        pointers inside it are device pointers
 /// \param queries     likewise; `block.scale` 0 means 1 / sqrt(head_dim)
 /// \param key_scales  of fp8 keys
-/// \param[out] scores fp32 by row; a hole's is 0; not written for tables of at most `bounds.min_rows` live rows
-/// \param workspace   [window_scores_workspace_bytes(...)], at a multiple of 256; one a stream
+/// \param[out] scores fp32 by row; a hole's is 0; not written for tables with at most `bounds.min_rows` live rows
+/// \param workspace   [window_scores_workspace_bytes(...)], at a multiple of 256; one per stream
 /// \pre the tables name a page for every live row of the tables that are scored
-/// \returns `cudaErrorInvalidValue` before anything is launched: dtype or head dim that no kernel knows, an address or a
-///   stride that is no multiple of the element, no page table, an even kernel, a workspace too small; else what the
-///   launches say
+/// \returns `cudaErrorInvalidValue` before anything is launched: dtype or head dim without a kernel, an address or a
+///   stride that is not a multiple of the element, no page table, an even kernel, a workspace that is too small; otherwise
+///   the launches' status
 /// \par Ties
 ///   none broken here. NaN: as `WindowScorer`
 /// \par Error
 ///   of a probability p = exp(x - lse) against exact arithmetic on the same keys, with S = scale * sum |q_d k_d|:
-///   p (2^-21 + 2^-24 (4 S + 2 |x| + 2 |lse|)) + 2^-126; 16 S in place of 4 S on tensor cores, whose inner rounding is
-///   not specified; without an LSE 4 (or 16) times the largest S of the query more. The same bits for any page size,
+///   p (2^-21 + 2^-24 (4 S + 2 |x| + 2 |lse|)) + 2^-126; 16 S instead of 4 S on tensor cores, whose inner rounding is
+///   not specified; without an LSE, 4 (or 16) times the largest S of the query is added. The same bits for any page size,
 ///   page placement and batch
 /// \par Complexity
-///   O(query rows * live rows * head_dim), twice that without an LSE; O(rows^2) more for tables out of order
+///   O(query rows * live rows * head_dim), twice that without an LSE; plus O(rows^2) for tables that are out of order
 /// \par Stream
 ///   asynchronous on `stream`, three to six launches; never synchronises or allocates; may be captured
 /// \par Source

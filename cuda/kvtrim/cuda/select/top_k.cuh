@@ -2,12 +2,12 @@
 #pragma once
 
 // Which rows stay, for many KV heads at once: the specification is the host's `candidates` + `top_k`, and the kept set is
-// the same bit for bit. A radix select: its time does not depend on the values.
+// exactly the same. A radix select: its time does not depend on the values.
 //
-// One block a KV head: keys are made once and stay in shared memory. Where there are fewer KV heads than multiprocessors
+// One block per KV head: keys are made once and stay in shared memory. If there are fewer KV heads than multiprocessors
 // and they are long, several blocks share one, in separate kernels (histogram, pick, count, emit): no block ever waits
-// for another. Rows that are not in position order are always one block's: ranks are found by two more selections, over
-// the positions. Over 400 lines: both paths share the digits and the emission.
+// for another. Rows that are not in position order are always left to one block: ranks are found by two more selections,
+// over the positions. Over 400 lines: both paths share the digits and the emission.
 
 #include <kvtrim/core/order_key.hpp>
 #include <kvtrim/core/sequence_plane.hpp>
@@ -22,12 +22,12 @@ namespace kvtrim::cuda {
 
 /// What is to be chosen in one (sequence, layer, KV head).
 struct SelectTask {
-  std::int32_t extent = 0;  ///< entries: live rows, and the hole where there is one
-  std::int32_t begin = 0;   ///< rows of a rank below this are protected
-  std::int32_t end = 0;     ///< rows of this rank or a higher one are protected
+  std::int32_t extent = 0;  ///< entries: live rows, and the hole if there is one
+  std::int32_t begin = 0;   ///< rows with a rank below this are protected
+  std::int32_t end = 0;     ///< rows with this rank or a higher one are protected
   std::int32_t keep =
       0;  ///< rows that stay, the protected ones included; not above begin + live - end + competing
-  std::int32_t hole = -1;          ///< entry that is no row; -1: none
+  std::int32_t hole = -1;          ///< entry that is not a row; -1: none
   std::int32_t next_position = 0;  ///< of the sequence, for age normalisation
   std::int32_t ordered = 1;  ///< entries are in position order; 0 needs `RowScores::positions`
   std::int32_t active = 0;   ///< 0: nothing is chosen, nothing is written
@@ -54,7 +54,7 @@ namespace detail {
 // Keys that no score has (the highest is that of +inf, 0xFF80'0000).
 inline constexpr std::uint32_t key_protected = 0xFFFF'FFFFU;
 inline constexpr std::uint32_t key_none = 0xFFFF'FFFEU;
-inline constexpr int select_chunk = 8192;  // entries of one block where several share a KV head
+inline constexpr int select_chunk = 8192;  // entries per block if several share a KV head
 inline constexpr int shared_keys_at_most = 48 * 1024;
 inline constexpr int long_rows = 16 * 1024;
 
@@ -70,7 +70,7 @@ KVTRIM_DEVICE SelectItem item_of(const SelectBounds& bounds, int item) {
           HeadId{item % bounds.kv_heads}};
 }
 
-/// Rows that stay beside the protected ones; below 1, scores are not looked at.
+/// Rows that stay besides the protected ones; below 1, scores are not looked at.
 KVTRIM_DEVICE int wanted_of(const SelectTask& task) {
   const int live = task.extent - (task.hole >= 0 ? 1 : 0);
   return task.keep - (live - (task.end - task.begin));
@@ -92,7 +92,7 @@ KVTRIM_DEVICE float score_of(const RowScores& rows,
   return score;
 }
 
-/// Which entries compete: by entry where they are in position order, by position where they are not.
+/// Which entries compete: by entry if they are in position order, by position if they are not.
 struct Competing {
   int first = 0;
   int last = 0;  // first <= entry or position < last
@@ -141,7 +141,7 @@ KVTRIM_DEVICE void emit_entries(int first,
   const int lane = thread & 31;
   const int warp = thread >> 5;
   for (int base = first; base < last; base += select_threads * per_thread) {
-    // Counts of this thread's entries: sure ones in the high half, ties in the low half. A tile has 2,048 entries.
+    // Counts of this thread's entries: certain ones in the high half, ties in the low half. A tile has 2,048 entries.
     std::uint32_t sure = 0;
     std::uint32_t tie = 0;
     std::uint32_t own = 0;
@@ -190,7 +190,7 @@ KVTRIM_DEVICE void emit_entries(int first,
   }
 }
 
-/// Of equal scores in position order, the first `equal` stay.
+/// Among equal scores in position order, the first `equal` stay.
 struct FirstTiesStay {
   KVTRIM_DEVICE int kept_before(int sure, int ties, int equal) const {
     return sure + (ties < equal ? ties : equal);
@@ -261,7 +261,7 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(select_threads, 1) select_kernel(RowScores 
       }
     };
     if (thread == 0) { nan_counts[item] = shared.nan; }
-    // Nothing or everything that competes stays: no threshold among the scores.
+    // Either no competing entry stays or all do: there is no threshold among the scores.
     RadixState threshold{wanted <= 0 ? key_protected - 2U : 0U, 0};
     if (wanted >= competing) { threshold.left = competing; }
     if (wanted > 0 && wanted < competing) {
@@ -284,7 +284,7 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(select_threads, 1) select_kernel(RowScores 
                    FirstTiesStay{},
                    mine);
     } else {
-      // Of equal scores the lowest positions stay; positions are unique, so this selection has no ties.
+      // Among equal scores the lowest positions stay; positions are unique, so this selection has no ties.
       const std::uint32_t highest =
           ~block_radix_select(task.extent, threshold.left, shared, [&](int e, std::uint32_t& key) {
              key = ~position_at(e);
@@ -313,7 +313,7 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(select_threads, 1) select_kernel(RowScores 
   }
 }
 
-// --- several blocks a KV head -------------------------------------------------------------------------
+// --- several blocks per KV head -------------------------------------------------------------------------
 
 struct SharedSelection {  // of one KV head, in global memory
   RadixState state;
@@ -541,19 +541,19 @@ struct SelectWorkspace {
 
 /// Chooses the rows that stay in every active KV head.
 ///
-/// \param rows         scores; a device's planes
+/// \param rows         scores; planes on the device
 /// \param tasks        device, [sequences, layers, kv_heads]
 /// \param bounds       host bounds; path and workspace depend on nothing else
 /// \param[out] out     device, [sequences, layers, kv_heads, max_rows]: `keep` entries that stay, ascending, then the other
 ///   entries (the hole among them), ascending
 /// \param[out] nan_counts device, [sequences, layers, kv_heads]: NaN among the scores that compete;
-///   scores are not looked at where none of those rows can stay
+///   scores are not looked at if none of those rows can stay
 /// \param workspace    device, [top_k_workspace_bytes(bounds)], aligned to 256 bytes
-/// \returns `cudaErrorInvalidValue` for bounds or a workspace that cannot be, before any launch; else the launch's status
+/// \returns `cudaErrorInvalidValue` for invalid bounds or workspace, before any launch; otherwise the launch's status
 /// \par Ties
-/// the lower position is kept. NaN: by `order_key` the lowest class, counted
+/// the lower position is kept. NaN: the lowest class, by `order_key`; counted
 /// \par Complexity
-/// O(entries) a KV head, whatever the values
+/// O(entries) per KV head, whatever the values
 /// \par Stream
 /// asynchronous on `stream`; never synchronises, allocates nothing
 [[nodiscard]] inline cudaError_t top_k(const RowScores& rows,

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Keys of one KV head as fp32 tiles in logical order, converted on load, zeros behind the last row: what is done with a tile
-// does not depend on where a row lies in a page or in a batch.
+// Keys of one KV head as fp32 tiles in logical order, converted on load, with zeros after the last row: what is done with
+// a tile does not depend on where a row lies in a page or in a batch.
 
 #include <kvtrim/cache/live_rows.hpp>
 #include <kvtrim/core/arena.hpp>
@@ -18,16 +18,16 @@
 
 namespace kvtrim::detail {
 
-/// Floats of a tile, where its rows are not at their least.
+/// Floats per tile, unless its row count is at its minimum.
 inline constexpr std::int32_t tile_floats = 30'720;
 
-/// Rows of a tile: a multiple of every panel of a product (8, 12, 24, 48), 240 up to head_dim 128.
+/// Rows per tile: a multiple of every panel height of a product (8, 12, 24, 48); 240 up to head_dim 128.
 [[nodiscard]] constexpr std::int32_t tile_rows(std::int32_t head_dim) noexcept {
   const std::int32_t fitting = tile_floats / (head_dim < 1 ? 1 : head_dim) / 48 * 48;
   return fitting < 48 ? 48 : fitting > 240 ? 240 : fitting;
 }
 
-/// Largest of f(dim) over the head dims up to `head_dim`, where f grows between two of them with tiles of equal height.
+/// Largest f(dim) over all head dims up to `head_dim`, if f grows with dim as long as the tile height stays the same.
 template <class F>
 [[nodiscard]] std::size_t largest_need(std::int32_t head_dim, F&& f) noexcept {
   std::size_t most = f(head_dim);
@@ -77,7 +77,7 @@ inline void load_rows(const Plane& plane,
     }
     return;
   }
-  // Rows that follow each other without a gap are one block.
+  // Rows without gaps between them form one block.
   const bool block = plane.token_stride == plane.row_bytes();
   const std::int64_t pieces = block ? 1 : count;
   const std::int64_t length = block ? count * dim : dim;
@@ -102,7 +102,7 @@ inline void load_rows(const Plane& plane,
 }
 
 /// Calls f(first, count) for each tile of the keys of one KV head: `scratch.tile` then holds the live
-/// rows first .. first + count - 1 (a hole left out) and zeros behind them; rows that are not finite are zeros too.
+/// rows first .. first + count - 1 (a hole is skipped), followed by zeros; rows that are not finite are zeros too.
 template <class F>
 void for_each_key_tile(const HeadRef& head, const TileScratch& scratch, F&& f) noexcept {
   const Plane& keys = head.view.k;

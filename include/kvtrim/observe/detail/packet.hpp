@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// The one place that knows Eigen::internal: registers of floats of the machine that this is compiled for.
+// The only place that uses Eigen::internal: float registers of the target machine.
 
 #include <Eigen/Core>
 
@@ -32,11 +32,11 @@ using PacketSquare =
     Eigen::internal::PacketBlock<Packet, Eigen::internal::packet_traits<float>::size>;
 #pragma GCC diagnostic pop
 
-/// Floats of a packet.
+/// Floats per packet.
 inline constexpr std::int32_t packet_floats = Eigen::internal::packet_traits<float>::size;
-/// Registers that hold floats.
+/// Number of registers that hold floats.
 inline constexpr std::int32_t packet_registers = EIGEN_ARCH_DEFAULT_NUMBER_OF_REGISTERS;
-/// Whether a product and a sum are one instruction.
+/// Whether multiply and add are one instruction.
 #ifdef EIGEN_HAS_SINGLE_INSTRUCTION_MADD
 inline constexpr bool fused_multiply_add = true;
 #else

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// The product of a key tile with queries, a register block at a time, so that what becomes of the logits (scale, exponential,
-// sum) is done while they are in the first-level cache. A logit is one chain of multiply-adds over the features, wherever
-// its row and its query lie: no bit depends on the place.
-// Eigen's own product, on two Zen 4 cores with g++ 12: 87 GFLOP/s with AVX-512, and the logits go through memory; this one
-// 117 (the peak is 118), and the exponentials hide behind it.
+// The product of a key tile with queries, one register block at a time, so that the rest of the work on the logits (scale,
+// exponential, sum) is done while they are in the first-level cache. A logit is one chain of multiply-adds over the
+// features, wherever its row and its query lie: no bit depends on the place.
+// On two Zen 4 cores with g++ 12 and AVX-512, Eigen's own product reaches 87 GFLOP/s and sends the logits through memory;
+// this one reaches 117 (the peak is 118), and the exponentials hide behind it.
 
 #include <kvtrim/core/arena.hpp>
 #include <kvtrim/observe/detail/key_tile.hpp>
@@ -18,24 +18,24 @@
 
 namespace kvtrim::detail {
 
-/// Packets of a panel: without a fused multiply-add a product needs a register of its own.
+/// Packets per panel: without a fused multiply-add, a product needs a register of its own.
 inline constexpr std::int32_t panel_packets = fused_multiply_add ? 3 : 2;
-/// Key rows of a panel: 48, 24, 12 or 8. Divides `tile_rows`.
+/// Key rows per panel: 48, 24, 12 or 8. Divides `tile_rows`.
 inline constexpr std::int32_t panel_rows = panel_packets * packet_floats;
 static_assert(48 % panel_rows == 0);
-/// Queries of a register block.
+/// Queries per register block.
 inline constexpr std::int32_t block_queries = packet_registers >= 32 ? 8 : 4;
 
-/// Query rows that a product takes: whole register blocks on every machine.
+/// Query rows per product: whole register blocks on every machine.
 [[nodiscard]] constexpr std::int32_t padded_queries(std::int32_t rows) noexcept {
   return (rows + 7) / 8 * 8;
 }
-/// Whole panels that hold `rows` rows.
+/// Number of whole panels that hold `rows` rows.
 [[nodiscard]] constexpr std::int32_t panels_of(std::int32_t rows) noexcept {
   return (rows + panel_rows - 1) / panel_rows;
 }
 
-/// Writes query `q` where products look for it; null: zeros. `packed` [padded_queries, head_dim].
+/// Writes query `q` to where products read it; null: zeros. `packed` [padded_queries, head_dim].
 ///
 /// \param stride  floats between the query's features
 inline void pack_query(const float* query,
@@ -81,7 +81,7 @@ inline void pack_keys(const TileScratch& s, std::int32_t head_dim, std::int32_t 
 }
 
 // Logits of one panel and one block of queries: [block_queries, panel_rows], aligned. Both loops over registers must be
-// unrolled whole, or the sums live in memory.
+// fully unrolled, or the sums live in memory.
 inline void multiply_block(const float* keys,
                            const float* queries,
                            std::int32_t head_dim,
@@ -119,7 +119,7 @@ inline void multiply_block(const float* keys,
 }
 
 /// Calls f(first query, logits [block_queries, panel_rows]) for each block of the packed queries [begin, end), with the
-/// panel of the packed tile that starts at row `first`. A row behind the tile's last has logit 0. `logits` may be written.
+/// panel of the packed tile that starts at row `first`. Rows after the tile's last one have logit 0. `logits` may be written.
 ///
 /// \pre `first` is a multiple of panel_rows, `begin` of block_queries, and queries are packed up to a multiple of 8
 template <class F>
@@ -141,7 +141,7 @@ void for_each_logit_block(const TileScratch& s,
   }
 }
 
-/// logits[q][t] = query q . row t of the whole tile: [padded_queries, tile_rows]. For scores that need a product as it is.
+/// logits[q][t] = query q . row t of the whole tile: [padded_queries, tile_rows]. For scores that need the plain product.
 ///
 /// \param packed   queries, as `pack_query` wrote them
 /// \param queries  a multiple of 8
@@ -163,7 +163,7 @@ inline void multiply(const TileScratch& s,
   }
 }
 
-/// What softmax takes the exponential of, from the logits of one query and one panel: scaled, capped.
+/// The exponents of the softmax: the logits of one query and one panel, scaled and capped.
 class LogitScale {
  public:
   LogitScale(float scale, float soft_cap) noexcept : soft_cap_(soft_cap) {

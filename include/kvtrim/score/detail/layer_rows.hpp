@@ -8,10 +8,10 @@
 namespace kvtrim::detail {
 
 /// Whether the KV heads of each layer hold the same tokens in the same rows, so that one set of scores can serve them all.
-/// They do as long as no policy with a set for each head has cut the sequence.
+/// They do as long as no policy with one set per head has cut the sequence.
 ///
 /// \par Complexity
-/// O(1) a head where heads share their positions, else O(rows)
+/// O(1) per head if heads share their positions, O(rows) otherwise
 [[nodiscard]] inline bool heads_hold_same_rows(const CacheView& view) noexcept {
   const auto same = [](const HeadRef& head, const HeadRef& like) {
     const LiveRows rows(head);

@@ -28,7 +28,7 @@ class RescaledScorer {
     static_cast<void>(arena.take<float>(shape.max_rows));
     return arena.bytes() + std::max(inner_.scratch_bytes(shape), factor_.scratch_bytes(shape));
   }
-  /// `bad_observation` where the scorer or the factor says so.
+  /// `bad_observation` if the scorer or the factor says so.
   [[nodiscard]] Status check(const CacheView& view, const Observation& obs) const noexcept {
     const Status status = inner_.check(view, obs);
     return status != Status::ok ? status : factor_.check(view, obs);
@@ -45,7 +45,7 @@ class RescaledScorer {
     rescale(mem.factors, head.state().append_row, out);
   }
 
-  /// The same for the rows from `first` on, as many as `out` has elements.
+  /// The same for the rows from `first` on; `out.size()` of them.
   void score_rows(const HeadRef& head,
                   const Observation& obs,
                   std::int32_t first,

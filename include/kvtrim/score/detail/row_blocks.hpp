@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Rows of one KV head one by one, keys or values, for scores that need no product. A row's sums must be taken over
-// Eigen expressions without memory behind them: those start at their first element whatever its address.
+// Keys or values of one KV head, row by row, for scores that need no product. A row's sums must be taken over Eigen
+// expressions that have no memory behind them: those start at their first element whatever its address.
 
 #include <kvtrim/cache/live_rows.hpp>
 #include <kvtrim/observe/detail/key_tile.hpp>
@@ -14,10 +14,10 @@
 
 namespace kvtrim::detail {
 
-/// Which rows are meant.
+/// Whether keys or values are meant.
 enum class Side : std::uint8_t { keys, values };
 
-/// Rows that are converted at once.
+/// Rows converted at a time.
 inline constexpr std::int32_t block_rows = 64;
 
 /// Head dim of one side.

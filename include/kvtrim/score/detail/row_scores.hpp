@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Scores that need one row and no other: those of a few new rows cost no more than these rows.
+// Scores that need one row and no other: scoring a few new rows costs no more than those rows.
 
 #include <kvtrim/core/arena.hpp>
 #include <kvtrim/score/detail/row_blocks.hpp>
@@ -22,14 +22,14 @@ namespace kvtrim::detail {
   return arena.take<float>(static_cast<std::int64_t>(block_rows) * dim);
 }
 
-/// Bytes that it takes.
+/// Bytes it takes.
 [[nodiscard]] inline std::size_t row_block_bytes(std::int32_t dim) noexcept {
   Arena arena;
   static_cast<void>(take_row_block(arena, dim));
   return arena.bytes();
 }
 
-/// out[r - first] = f(row r) for the live rows r of [first, first + out.size()); NaN where the row is not finite, 0 for a
+/// out[r - first] = f(row r) for the live rows r in [first, first + out.size()); NaN if the row is not finite, 0 for a
 /// hole.
 template <class F>
 void score_each_row(const HeadRef& head,
@@ -48,8 +48,8 @@ void score_each_row(const HeadRef& head,
   for_each_row(head, side, rows.before(first), rows.before(end), block, score);
 }
 
-/// Euclidean norm. No finite row overflows: where a float's range does not do, the sum is taken in double (always so, it
-/// took three times as long).
+/// Euclidean norm. No finite row overflows: if the range of a float is not enough, the sum is taken in double (always
+/// doing so took three times as long).
 [[nodiscard]] inline float norm_of(const float* x, std::int32_t dim) noexcept {
   const Eigen::Map<const Eigen::ArrayXf> row(x, dim);
   const float sum = row.square().sum();

@@ -60,9 +60,9 @@ KVTRIM_HOST_DEVICE constexpr std::uint64_t stride_bits(std::int64_t a,
          static_cast<std::uint64_t>(c) | static_cast<std::uint64_t>(d);
 }
 
-/// `p` in the largest units that its addresses allow; `unit` 0 where they are not even multiples of the element.
+/// `p` in the largest units that its addresses allow; `unit` is 0 if they are not even multiples of the element.
 ///
-/// `layer_bases` are the device's: whether they are aligned is for the plan kernel to see.
+/// `layer_bases` are on the device: the plan kernel checks whether they are aligned.
 [[nodiscard]] inline RowPlane row_plane(const Plane& p, bool of_values) noexcept {
   RowPlane r;
   r.base = p.base;
@@ -94,7 +94,7 @@ KVTRIM_HOST_DEVICE constexpr std::uint64_t stride_bits(std::int64_t a,
   return r;
 }
 
-/// All planes that `view` keeps in pages, but for its `page_planes`; count 0 where one is misaligned.
+/// All planes that `view` keeps in pages, except for its `page_planes`; count 0 if one is misaligned.
 [[nodiscard]] inline RowPlanes row_planes(const CacheView& view) noexcept {
   RowPlanes all;
   const Plane& k = view.k;

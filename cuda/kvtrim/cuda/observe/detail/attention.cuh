@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// One kernel for all that looks at keys with many queries: window scores, their normalisation, column sums.
+// One kernel for everything that looks at keys with many queries: window scores, their normalisation, column sums.
 //
 // Keys stay in registers and queries pass by: a block holds one tile of keys for as long as it takes to see every query,
 // so each key is read once, a score is summed by one thread in one order (no atomics), and K never goes through shared
 // memory. Four neighbouring lanes share a key, each with every fourth 16-byte chunk of it: eight keys are eight runs of
 // 64 bytes. A lane's keys and its place in the quad are the same for both products, fused multiply-adds
-// (attention_fma.cuh) and tensor cores (attention_mma.cuh), so all that follows a logit is written once.
+// (attention_fma.cuh) and tensor cores (attention_mma.cuh), so everything that follows a logit is written once.
 //
-// Specification: score/window.hpp, score/column_sums.hpp.
+// Specification: score/window.hpp, observe/column_sums.hpp.
 
 #include <kvtrim/cuda/observe/detail/attention_args.cuh>
 
@@ -17,7 +17,7 @@
 
 namespace kvtrim::cuda::detail {
 
-/// The partials of a block's warps as one.
+/// Merges the partials of a block's warps.
 template <int Warps>
 KVTRIM_DEVICE float2 partial_of_block(const float2 (&parts)[Warps]) {
   float2 all = parts[0];
@@ -62,7 +62,7 @@ KVTRIM_DEVICE void write_column_sum(const AttentionArgs& a,
   float now_rest = *total_rest;
   if (a.decay != 1) { scale_compensated(now, now_rest, power(a.decay, range.votes)); }
   const float share = 1.0F / static_cast<float>(range.group);
-  // Products are rounded first: fused into the sum, they would not be what the compensation takes off again.
+  // Products are rounded first: fused into the sum, they would differ from what the compensation subtracts again.
   add_compensated(now, now_rest, __fmul_rn(sum, share));
   add_compensated(now, now_rest, __fmul_rn(rest, share));
   if (is_bad) { now = not_a_number; }
@@ -92,8 +92,8 @@ KVTRIM_DEVICE void attend(const AttentionArgs& a,
   const int t = lane & 3;
   const bool sums = a.use == AttentionUse::column_sums;
   const std::int32_t tiles = a.tiles.starts[a.tiles.tables];
-  // A block's tiles follow each other, so that it stages the queries of a head once. Those of column sums do not: early
-  // tiles are seen by more queries.
+  // A block's tiles are consecutive, so that it stages the queries of a head once. For column sums they are not, because
+  // early tiles are seen by more queries.
   const std::int64_t blocks = gridDim.x;
   const auto begin =
       sums ? static_cast<std::int32_t>(blockIdx.x)
@@ -107,10 +107,10 @@ KVTRIM_DEVICE void attend(const AttentionArgs& a,
 
   for (std::int32_t i = begin; i < end; i += stride) {
     const KeyTile tile = tile_at(a.view, a.tiles, i);
-    if (!sums && tile.live <= a.window) { continue; }  // all columns are the window's own
+    if (!sums && tile.live <= a.window) { continue; }  // all columns belong to the window
     const QueryRange range = query_range(a, tile.sequence, Product::pad);
 
-    // Addresses of all keys first, then all loads: nothing between them waits for either.
+    // Addresses of all keys first, then all loads, so that no load waits for an address.
     std::int32_t position[keys];
     const std::byte* at[keys];
     const std::int32_t first = tile.first + warp * 8 * keys + lane / 4;
@@ -187,10 +187,10 @@ KVTRIM_DEVICE void attend(const AttentionArgs& a,
         const std::int32_t last = p0 % range.padded + count - 1;
         const std::int32_t latest = range.first + (last < range.votes ? last : range.votes - 1);
         if (query_position(a.queries.block, tile.sequence, latest, tile.next_position) < oldest) {
-          continue;  // all of the tile is their future
+          continue;  // the whole tile lies in their future
         }
       }
-      __syncthreads();  // nobody reads the last chunk any more
+      __syncthreads();  // no thread reads the last chunk any more
       if (staged_item != tile.item || range.count() > Product::chunk_queries) {
         product.stage(a, tile, range, p0, count, facts);
         staged_item = tile.item;
@@ -210,7 +210,7 @@ KVTRIM_DEVICE void attend(const AttentionArgs& a,
           const int q = Product::query_of(b, n);
           const float lse2 = lse2_of_lane[b + n];
           reduced.votes += is_finite(lse2) ? 1 : 0;
-          if (plain && !masked) {  // nearly all of the time
+          if (plain && !masked) {  // almost always
             KVTRIM_UNROLL
             for (int j = 0; j < keys; ++j) {
               reduced.part[j] += exp2_of(fmaf(dots[n][j], factor, -lse2));

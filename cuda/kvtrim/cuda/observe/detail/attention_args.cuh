@@ -17,7 +17,7 @@
 
 namespace kvtrim::cuda::detail {
 
-/// What becomes of the logits.
+/// What the logits are turned into.
 enum class AttentionUse : std::uint8_t {
   window_scores,  ///< probabilities, reduced over rows and heads, to `raw`
   partials,       ///< maximum and sum of exponentials of a tile, to `partials`
@@ -31,13 +31,13 @@ struct AttentionArgs {
   KeyScales key_scales;
   TileList tiles;
   std::int64_t chunk_stride;  // of the keys; 0: element by element
-  std::int32_t most_queries;  // padded queries of an item; what the workspace is indexed by
-  std::int32_t most_tiles;    // of a table; likewise
-  std::int32_t window;        // queries that vote: the last so many
+  std::int32_t most_queries;  // padded queries per item; the workspace is indexed by it
+  std::int32_t most_tiles;    // per table; likewise
+  std::int32_t window;        // how many of the last queries vote
   AttentionUse use;
   Reduction rows;
   Reduction group;
-  bool query_vectors;         // queries may be loaded by four elements
+  bool query_vectors;         // queries may be loaded four elements at a time
   bool squared;               // column sums: of squared probabilities
   bool age_normalised;        // column sums: `scores` are divided by the age
   double decay;               // column sums
@@ -53,7 +53,7 @@ inline constexpr std::int32_t never_seen = std::numeric_limits<std::int32_t>::ma
 inline constexpr float infinity = std::numeric_limits<float>::infinity();
 inline constexpr float not_a_number = std::numeric_limits<float>::quiet_NaN();
 
-/// What is known of the queries of a chunk beside their features. A query without a vote has an LSE of +inf: all its
+/// What is known about the queries of a chunk besides their features. A query without a vote has an LSE of +inf: all its
 /// probabilities are 0, which changes neither a sum nor a maximum.
 template <int Queries>
 struct QueryFacts {
@@ -66,7 +66,7 @@ struct QueryFacts {
 struct QueryRange {
   std::int32_t group;
   std::int32_t first;  // of the block's rows
-  std::int32_t votes;  // a head
+  std::int32_t votes;  // per head
   std::int32_t padded;
   [[nodiscard]] KVTRIM_DEVICE std::int32_t count() const { return group * padded; }
 };
@@ -145,7 +145,7 @@ KVTRIM_DEVICE float quad_max(float x) {
   return fmaxf(x, __shfl_xor_sync(full_warp, x, 2));
 }
 
-/// Largest of the logits that a warp's eight quads have of one query, and the sum of 2^(logit - largest).
+/// Largest of the logits that a warp's eight quads hold for one query, and the sum of 2^(logit - largest).
 template <int Keys>
 KVTRIM_DEVICE float2 partial_of(const float (&logit)[Keys]) {
   float largest = logit[0];
@@ -155,7 +155,7 @@ KVTRIM_DEVICE float2 partial_of(const float (&logit)[Keys]) {
   for (int d = 4; d < 32; d <<= 1) {
     largest = fmaxf(largest, __shfl_xor_sync(full_warp, largest, d));
   }
-  const float origin = largest > -infinity ? largest : 0;  // all unseen: exponentials are 0
+  const float origin = largest > -infinity ? largest : 0;  // none seen: exponentials are 0
   float sum = 0;
   KVTRIM_UNROLL
   for (int j = 0; j < Keys; ++j) { sum += exp2_of(logit[j] - origin); }
@@ -164,8 +164,8 @@ KVTRIM_DEVICE float2 partial_of(const float (&logit)[Keys]) {
   return make_float2(largest, sum);
 }
 
-/// Reduces probabilities over the queries of a head, then over the heads: each lane those of its own queries, the quad's
-/// lanes together at the end of a chunk. All lanes of a quad hold the same results.
+/// Reduces probabilities over the queries of a head, then over the heads: each lane reduces those of its own queries, and
+/// the quad's lanes are combined at the end of a chunk. All lanes of a quad hold the same results.
 template <int Keys>
 struct Reducer {
   float part[Keys];   // of this lane, since the last flush
@@ -209,7 +209,7 @@ struct Reducer {
   }
 };
 
-/// Chunk `c` of the key at `row`, by one load.
+/// Chunk `c` of the key at `row`, with one load.
 KVTRIM_DEVICE uint4 load_chunk(const AttentionArgs& a, const std::byte* row, int c) {
   return __ldg(reinterpret_cast<const uint4*>(row + c * a.chunk_stride));
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// The attention kernel by fused multiply-adds: any type of keys, any head dim of instances.cuh, products in fp32.
+// The attention kernel with fused multiply-adds: any key type, any head dim of instances.cuh, products in fp32.
 
 #include <kvtrim/cuda/observe/detail/attention.cuh>
 
@@ -41,14 +41,14 @@ KVTRIM_DEVICE void values_of(std::uint32_t word, float (&out)[4 / sizeof(T)]) {
   }
 }
 
-/// Dot products by fused multiply-adds, four queries at a time: each lane of a quad multiplies its chunks of its keys with
-/// all four, then the quad adds up so that lane t is left with query t.
+/// Dot products with fused multiply-adds, four queries at a time: each lane of a quad multiplies its chunks of its keys
+/// with all four, then the quad adds up so that lane t ends up with query t.
 template <class T, int D>
 struct FmaProduct {
   using Type = T;
   static constexpr int per_chunk = 16 / static_cast<int>(sizeof(T));
   static constexpr int chunks = D / per_chunk;
-  static constexpr int steps = (chunks + 3) / 4;  // chunks of a lane; the last may be padding
+  static constexpr int steps = (chunks + 3) / 4;  // chunks per lane; the last may be padding
   static constexpr int features = steps * per_chunk;
   static constexpr int keys = tile_keys(D) / 32;
   static constexpr int pad = 4;
@@ -89,7 +89,7 @@ struct FmaProduct {
     return bad;
   }
 
-  // Puts padded queries p0 .. p0 + count - 1 into shared memory; ends with the block in step.
+  // Puts padded queries p0 .. p0 + count - 1 into shared memory; ends with the block synchronised.
   KVTRIM_DEVICE void stage(const AttentionArgs& a,
                            const KeyTile& tile,
                            const QueryRange& range,
@@ -175,7 +175,7 @@ struct FmaProduct {
   static KVTRIM_DEVICE int query_of(int b, int) { return b + (static_cast<int>(threadIdx.x) & 3); }
 };
 
-/// Attention of queries to tiles of keys, by fused multiply-adds.
+/// Attention of queries to tiles of keys, with fused multiply-adds.
 template <class T, int D>
 __global__ void KVTRIM_LAUNCH_BOUNDS(attention_threads, 2) attention_kernel(AttentionArgs a) {
   using Product = FmaProduct<T, D>;

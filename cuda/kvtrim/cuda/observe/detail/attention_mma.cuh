@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// The attention kernel on tensor cores. A dot product does not care in which order its features come, so a lane's 16-byte
+// The attention kernel on tensor cores. The order of the features does not matter to a dot product, so a lane's 16-byte
 // chunk of a key, as it lies in memory, is its part of two fragments (registers 0 and 2 of one product, then of the
 // next), and the same chunk of a query is the other operand's: no ldmatrix, no K in shared memory, only 16-byte loads.
-// Queries are copied as they are (cp.async), a row's halves swapped in every second row so that eight lanes read all 32
+// Queries are copied as they are (cp.async), with the halves swapped in every second row so that eight lanes read all 32
 // banks.
 
 #include <kvtrim/cuda/observe/detail/attention.cuh>
@@ -19,16 +19,15 @@ template <class T, int D, class Mma>
 struct MmaProduct {
   using Type = T;
   static constexpr int chunks = D / 8;
-  static constexpr int steps = chunks / 4;  // chunks of a lane
+  static constexpr int steps = chunks / 4;  // chunks per lane
   static constexpr int keys = 4;
   static constexpr int pad = 8;
   static constexpr int queries_a_lane = 2;
   static constexpr int chunk_queries = attention_threads;
   static_assert(sizeof(T) == 2 && tile_keys(D) == 32 * keys && D % 64 == 0);
 
-  std::uint32_t fragment[keys / 2][2 * steps]
-                        [4];  // as the product wants them: no moves in the loop
-  uint4* staged;              // [chunk_queries, chunks]
+  std::uint32_t fragment[keys / 2][2 * steps][4];  // in the product's order: no moves in the loop
+  uint4* staged;                                   // [chunk_queries, chunks]
   const uint4* even;  // what this lane reads of staged query 0: chunks 4 i + t of even i ...
   const uint4* odd;   // ... and of odd i, which lie the other way round in odd queries
 
@@ -42,7 +41,7 @@ struct MmaProduct {
 
   static KVTRIM_DEVICE int place(int q, int c) { return q * chunks + (c ^ ((q & 1) * 4)); }
 
-  // Whether a half of the word has an exponent of ones.
+  // Whether a half of the word has an exponent of all ones.
   static KVTRIM_DEVICE bool has_bad(std::uint32_t word) {
     constexpr std::uint32_t exponent = std::is_same_v<T, __half> ? 0x7C00'7C00U : 0x7F80'7F80U;
     constexpr std::uint32_t one = std::is_same_v<T, __half> ? 0x0400'0400U : 0x0080'0080U;
@@ -62,8 +61,8 @@ struct MmaProduct {
       bits[i] = chunk(4 * i + t);
       bad = bad | has_bad(bits[i]);
     }
-    // What is not finite does not reach the product. The mask also makes new registers, in the product's order: without
-    // it ptxas keeps the loads' and moves 64 of them for every eight queries.
+    // Values that are not finite must not reach the product. The mask also creates new registers in the product's order:
+    // without it ptxas keeps those of the loads and moves 64 of them for every eight queries.
     const std::uint32_t keep = bad ? 0 : ~0U;
     KVTRIM_UNROLL
     for (int i = 0; i < steps; ++i) {

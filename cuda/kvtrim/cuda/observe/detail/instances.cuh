@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Every instantiation of the score kernels, in one place: 5 types x 6 head dims by fused multiply-adds, 2 x 2 on tensor
-// cores, 34 an architecture. They take a minute to compile: where several units of a program score, one of them defines
-// KVTRIM_CUDA_KERNELS_HERE before this header and the others KVTRIM_CUDA_KERNELS_ELSEWHERE.
+// Every instantiation of the score kernels, in one place: 5 types x 6 head dims with fused multiply-adds, 2 x 2 on tensor
+// cores, 34 per architecture. They take a minute to compile: if several translation units of a program use scores, one of
+// them defines KVTRIM_CUDA_KERNELS_HERE before this header and the others define KVTRIM_CUDA_KERNELS_ELSEWHERE.
 
 #include <kvtrim/cuda/observe/detail/attention_fma.cuh>
 #include <kvtrim/cuda/observe/detail/attention_mma.cuh>
@@ -16,14 +16,14 @@ namespace kvtrim::cuda {
 
 /// Which product the score kernels use.
 enum class ScorePath : std::uint8_t {
-  automatic,  ///< tensor cores where they apply, else fused multiply-adds
+  automatic,  ///< tensor cores where they apply, otherwise fused multiply-adds
   fma,        ///< fused multiply-adds; fp32 products
-  tensor_cores,  ///< f16 or bf16 keys and queries of one type, head dim 64 or 128, else `cudaErrorInvalidValue`
+  tensor_cores,  ///< f16 or bf16 keys and queries of one type, head dim 64 or 128; otherwise `cudaErrorInvalidValue`
 };
 
 namespace detail {
 
-/// Calls `f(std::integral_constant<int, D>)` with the key head dim, if it is one that kernels exist for.
+/// Calls `f(std::integral_constant<int, D>)` with the key head dim, if there are kernels for it.
 template <class R, class F>
 [[nodiscard]] R dispatch_head_dim(std::int32_t head_dim, R otherwise, F&& f) {
   switch (head_dim) {
@@ -81,7 +81,7 @@ mma_kernel(DType dtype, std::int32_t head_dim) noexcept {
 #  undef KVTRIM_CUDA_KERNELS_LINKAGE
 #endif
 
-/// The kernel for these keys and queries on this path, and what it pads the queries of a head to; null: there is none.
+/// The kernel for these keys and queries on this path, and the multiple it pads the queries of a head to; null: none.
 struct AttentionChoice {
   AttentionKernel kernel = nullptr;
   std::int32_t pad = 0;

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Work is cut into tiles of keys, and which tiles there are is known on the device alone: one block lists them (a prefix
-// sum over the tables), score kernels then walk the list with as many blocks as the device holds. A tile starts at a
-// multiple of its size in its own table, so nothing that is computed for it depends on the other sequences.
+// Work is cut into tiles of keys, and only the device knows which tiles there are: one block lists them (a prefix sum over
+// the tables), then score kernels walk the list with as many blocks as the device holds. A tile starts at a multiple of
+// its size in its own table, so nothing that is computed for it depends on the other sequences.
 
 #include <kvtrim/cache/cache_view.hpp>
 #include <kvtrim/cuda/detail/device.hpp>
@@ -14,7 +14,7 @@
 
 namespace kvtrim::cuda::detail {
 
-/// Keys of a tile: as many as one block of 128 threads holds in registers.
+/// Keys per tile: as many as one block of 128 threads holds in registers.
 [[nodiscard]] KVTRIM_HOST_DEVICE constexpr std::int32_t tile_keys(std::int32_t head_dim) noexcept {
   return head_dim <= 128 ? 128 : 64;
 }
@@ -23,9 +23,9 @@ namespace kvtrim::cuda::detail {
 struct TileList {
   std::int32_t* starts = nullptr;        ///< [tables + 1]
   std::int32_t tables = 0;               ///< of all sequences
-  std::int32_t keys = 0;                 ///< of a tile
-  std::int32_t max_rows = 0;             ///< host bound of the rows of a table
-  std::int32_t min_rows = 0;             ///< tables of at most so many live rows have no tiles
+  std::int32_t keys = 0;                 ///< per tile
+  std::int32_t max_rows = 0;             ///< host bound on the rows of a table
+  std::int32_t min_rows = 0;             ///< tables with at most this many live rows have no tiles
   const std::int32_t* active = nullptr;  ///< [tables] 0: the table has no tiles; null: all have
 };
 
@@ -37,13 +37,13 @@ struct KeyTile {
   std::int32_t first;          ///< first row
   std::int32_t extent;         ///< rows of the table, the hole included
   std::int32_t live;           ///< live rows
-  std::int32_t hole;           ///< row that is none; -1: none
+  std::int32_t hole;           ///< row that is a hole; -1: none
   std::int32_t next_position;  ///< of the sequence
   std::int32_t item;           ///< (sequence, layer, KV head) as one index
   std::int32_t index;          ///< of the tile in its table
   bool ordered;                ///< rows are in the order of their positions
 
-  /// Whether `row` is a row, not a hole or behind the last.
+  /// Whether `row` is a live row, not a hole or past the end.
   [[nodiscard]] KVTRIM_DEVICE bool holds(std::int32_t row) const {
     return row < extent && row != hole;
   }
@@ -142,7 +142,7 @@ KVTRIM_DEVICE KeyTile tile_at(const CacheView& view, const TileList& list, std::
   return t;
 }
 
-/// Tiles of a batch, at most; -1 where they cannot be counted in 31 bits.
+/// Upper bound on the tiles of a batch; -1 if they cannot be counted in 31 bits.
 [[nodiscard]] inline std::int32_t most_tiles(const CacheView& view,
                                              std::int32_t max_rows) noexcept {
   const std::int32_t keys = tile_keys(view.k.head_dim);
@@ -159,7 +159,7 @@ KVTRIM_DEVICE KeyTile tile_at(const CacheView& view, const TileList& list, std::
          (p.sequence_stride | p.layer_stride | p.head_stride | p.row_stride) % 4 == 0;
 }
 
-/// Whether besides each (sequence, layer, KV head) has elements of its own: else heads would write over each other.
+/// Whether, in addition, each (sequence, layer, KV head) has its own elements: otherwise heads would overwrite each other.
 [[nodiscard]] inline bool own_float_plane(const SequencePlane& p, const CacheView& view) noexcept {
   return float_plane(p) && (view.sequences < 2 || p.sequence_stride != 0) &&
          (view.layers < 2 || p.layer_stride != 0) && (view.kv_heads < 2 || p.head_stride != 0);

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// The tensor core's product of a warp: d = a b + c, 16 x 8 x 16, 16-bit operands, fp32 sums. Where lane i = 4 g + t
-// holds what (PTX manual, mma.m16n8k16 with .f16 or .bf16):
+// The tensor cores' product of a warp: d = a b + c, 16 x 8 x 16, 16-bit operands, fp32 sums. What lane i = 4 g + t
+// holds (PTX manual, mma.m16n8k16 with .f16 or .bf16):
 //   a, 16 x 16: registers 0..3 are rows g, g + 8, g, g + 8 at columns 2t, 2t + 1 (0 and 1) or 2t + 8, 2t + 9 (2 and 3)
 //   b, 16 x 8:  registers 0, 1 are column g at rows 2t, 2t + 1 and 2t + 8, 2t + 9
 //   c and d, 16 x 8: values 0..3 are (g, 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1)
@@ -14,7 +14,7 @@
 
 namespace kvtrim::cuda::detail {
 
-/// `d += a b` on the tensor cores; all lanes of the warp together. `T` is `__half` or `__nv_bfloat16`.
+/// `d += a b` on the tensor cores, by all lanes of the warp together. `T` is `__half` or `__nv_bfloat16`.
 template <class T>
 struct WarpProduct {
   static KVTRIM_DEVICE void add(float (&d)[4],

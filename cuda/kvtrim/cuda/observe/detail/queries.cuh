@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// What score kernels are given beside the cache. Every pointer is a device pointer: nothing of it is looked at before
-// the launch, only bounds, strides and alignments are.
+// What score kernels are given besides the cache. Every pointer is a device pointer: before the launch only bounds,
+// strides and alignments are looked at, never the data.
 
 #include <kvtrim/cache/cache_view.hpp>
 #include <kvtrim/cuda/detail/device.hpp>
@@ -14,9 +14,9 @@
 
 namespace kvtrim::cuda {
 
-/// A `QueryBlock` on the device, with queries of any type that attention computes them in.
+/// A `QueryBlock` on the device, with queries in whatever type attention uses.
 struct DeviceQueries {
-  QueryBlock block{};        ///< `data` points to elements of `dtype`; strides count elements of it
+  QueryBlock block{};        ///< `data` points to elements of `dtype`; strides count those elements
   DType dtype = DType::f32;  ///< f32, f16 or bf16
 };
 
@@ -27,14 +27,14 @@ struct KeyScales {
   std::int64_t head_stride = 0;   ///< floats; 0: common to the heads (per tensor)
 };
 
-/// What the host promises of numbers that lie on the device. Grids and workspaces depend on these alone, so that a
+/// What the host promises about numbers that lie on the device. Grids and workspaces depend on these alone, so that a
 /// launch can be captured into a graph and replayed while lengths change.
 struct ScoreBounds {
-  std::int32_t max_rows = 0;  ///< rows of a table, at most; what lies beyond is not looked at
+  std::int32_t max_rows = 0;  ///< most rows of a table; what lies beyond is not looked at
   std::int32_t min_rows =
-      0;  ///< tables of at most so many live rows are left out: nothing is written for them
+      0;  ///< tables with at most this many live rows are left out: nothing is written for them
   const std::int32_t* active =
-      nullptr;  ///< on the device, [sequences, tables a sequence]; 0: left out too; null: none is
+      nullptr;  ///< on the device, [sequences, tables per sequence]; tables with 0 are left out too; null: none are
 };
 
 namespace detail {
@@ -74,7 +74,7 @@ KVTRIM_DEVICE bool is_finite(float x) {
   return (__float_as_uint(x) & 0x7F80'0000U) != 0x7F80'0000U;
 }
 
-/// Four elements of type `dtype` as floats, by one load where `vector`.
+/// Four elements of type `dtype` as floats; with one load if `vector`.
 KVTRIM_DEVICE float4 load_query_4(const void* data, std::int64_t offset, DType dtype, bool vector) {
   if (dtype == DType::f32) {
     const float* const p = static_cast<const float*>(data) + offset;
@@ -101,7 +101,7 @@ KVTRIM_DEVICE float4 load_query_4(const void* data, std::int64_t offset, DType d
                      f16_to_float(static_cast<std::uint16_t>(bits.y >> 16U)));
 }
 
-/// Whether four elements can be one load wherever a row begins.
+/// Whether four elements can be loaded at once wherever a row begins.
 [[nodiscard]] inline bool queries_aligned(const DeviceQueries& q, std::size_t bytes) noexcept {
   const std::int64_t element = element_bytes(q.dtype);
   const std::int64_t strides[] = {
@@ -113,7 +113,7 @@ KVTRIM_DEVICE float4 load_query_4(const void* data, std::int64_t offset, DType d
   return good;
 }
 
-/// Whether keys and queries are of a shape that the kernels know.
+/// Whether keys and queries have a shape that the kernels know.
 [[nodiscard]] inline bool readable_on_device(const CacheView& view,
                                              const DeviceQueries& queries) noexcept {
   const Plane& k = view.k;
@@ -141,8 +141,8 @@ KVTRIM_DEVICE float4 load_query_4(const void* data, std::int64_t offset, DType d
          aligned_to(static_cast<std::size_t>(element_bytes(queries.dtype)), b.data);
 }
 
-/// Bytes from one 16-byte chunk of a key's features to the next, or 0 where a chunk is not 16 aligned bytes. The rows of
-/// separate layer buffers are looked at by the kernel.
+/// Bytes from one 16-byte chunk of a key's features to the next, or 0 if a chunk is not 16 aligned bytes. Separate layer
+/// buffers are checked by the kernel.
 [[nodiscard]] inline std::int64_t key_chunk_stride(const Plane& k) noexcept {
   const std::int64_t element = element_bytes(k.dtype);
   const bool packed = k.pack > 1 && k.pack * element == 16;

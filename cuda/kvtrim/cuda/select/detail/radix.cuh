@@ -13,7 +13,7 @@ namespace kvtrim::cuda::detail {
 inline constexpr int select_threads = 512;
 inline constexpr int select_warps = select_threads / 32;
 inline constexpr int radix_bins = 2048;
-inline constexpr int radix_digits = 3;  // 11 + 11 + 10 bits, as the host's top_k
+inline constexpr int radix_digits = 3;  // 11 + 11 + 10 bits, as in the host's top_k
 
 /// Where a digit lies in a 32-bit key.
 struct Digit {
@@ -51,7 +51,7 @@ KVTRIM_DEVICE void clear_counts(SelectShared& shared) {
   }
 }
 
-/// Finds digit `i` of the `state.left`-th highest key from `counts` and takes it into `state`. `counts` may be global.
+/// Finds digit `i` of the `state.left`-th highest key from `counts` and adds it to `state`. `counts` may be global.
 ///
 /// Begins with a barrier, so that the counts are complete, and ends with one.
 KVTRIM_DEVICE void pick_digit(const std::uint32_t* counts,
@@ -89,7 +89,7 @@ KVTRIM_DEVICE void pick_digit(const std::uint32_t* counts,
     int bin = top - thread * per_thread;
     KVTRIM_UNROLL
     for (int j = 0; j + 1 < per_thread;
-         ++j) {  // no index that is not constant: `own` stays in registers
+         ++j) {  // constant indices only, so that `own` stays in registers
       if (bin == top - (thread * per_thread + j) && seen + own[j] < wanted) {
         seen += own[j];
         --bin;
