@@ -17,7 +17,7 @@ namespace kvtrim {
 /// An engine's KV cache, or one layer of it, for a batch of sequences. Non-owning, trivially copyable.
 ///
 /// A row r of (sequence, layer, KV head) is entry `(r + first_row) / page_size` of its table, slot
-/// `(r + first_row) % page_size`. Rows are numbered 0..live-1, except for a hole (`SequenceState::append_row`) that the
+/// `(r + first_row) % page_size`. Rows are numbered 0..live-1, except where `Removal::overwrite_slot` has left a hole
 /// (`SequenceState::append_row`), which the next append fills.
 struct CacheView {
   Plane k{};                             ///< keys

@@ -26,7 +26,7 @@ namespace kvtrim {
 ///
 /// Attention: softmax of the last `window` queries over the rows before the window; maximum over the query heads of the
 /// KV head; mean over the queries; max-pooled over `kernel` neighbours. Redundancy: each row gives every other row the
-/// key with all other keys except its newest copy (the last position whose cosine is above `threshold`), which is
+/// cosine of their keys, except that its newest copy (the last position whose cosine is above `threshold`) is spared; the
 /// mean of what a row gets from all others goes through a softmax over all rows. The window's rows have redundancy only;
 /// they are meant to be protected.
 ///
