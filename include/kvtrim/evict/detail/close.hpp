@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Last stage of a plan: from kept rows, or kept pages, to tables. Which pages a table has afterwards, what leaves it, what
-// moves, and whether all that may be done. Knows nothing of policies and scores.
+// From kept rows, or kept pages, to tables: which pages a table has, what leaves it, what moves, and whether that may be.
 
 #include <kvtrim/cache/cache_view.hpp>
 #include <kvtrim/cache/move.hpp>
@@ -201,8 +200,8 @@ struct Closing {
   plan.evicts = kept != plan.live_before;
   if (!plan.evicts) { return status; }
 
-  const bool restricted = c.draft.options.shared == SharedPages::leave &&
-                          c.draft.memory.second_pass[c.draft.table_index(c.s, c.t)] != 0;
+  const bool restricted =
+      c.draft.options.shared == SharedPages::leave && c.draft.chosen_again(c.s, c.t);
   const auto flags = c.draft.entries(c.s, c.t);
   const auto is = [&](std::int32_t e, RowKind kind) {
     return restricted && static_cast<RowKind>(flags[static_cast<std::size_t>(e)]) == kind;
@@ -289,9 +288,7 @@ template <Policy P>
       if (usable(plan.status) && closed != Status::ok) { plan.status = closed; }
     }
     if (!plan.evicts) {
-      plan.live_after = plan.live_before;
-      plan.pages_after = plan.pages_before;
-      plan.released = 0;
+      plan.live_after = plan.live_before, plan.pages_after = plan.pages_before, plan.released = 0;
       c.take_first(plan.pages_before);
     }
     if (usable(status) && plan.status != Status::ok) { status = plan.status; }

@@ -217,6 +217,10 @@ struct PlanDraft {
         (static_cast<std::int64_t>(raw(h.sequence)) * view.layers + raw(h.layer)) * view.kv_heads +
         raw(h.head));
   }
+  // Whether its rows were chosen a second time, with those of some entries fixed.
+  [[nodiscard]] bool chosen_again(SequenceId s, std::int32_t t) const noexcept {
+    return memory.second_pass[table_index(s, t)] != 0;
+  }
   // One flag for each entry of a table.
   [[nodiscard]] std::span<std::uint8_t> entries(SequenceId s, std::int32_t t) const noexcept {
     const auto pages = static_cast<std::size_t>(pages_for(header().max_rows, view.page_size));

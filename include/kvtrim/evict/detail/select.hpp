@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Third stage of a plan: which rows, or which pages, stay. Protected ranges, then the best of the others, in one order
-// for all.
+// Third stage of a plan: which rows, or which pages, stay.
 
 #include <kvtrim/cache/live_rows.hpp>
 #include <kvtrim/evict/detail/open.hpp>
@@ -49,13 +48,12 @@ namespace kvtrim::detail::stage {
   return true;
 }
 
-// The best rows by their scores, `first_stage` of them before `rescore()` (-1: all); `restricted`: what the flags of a
-// shared table's entries say goes before.
+// The best rows by their scores, `first_stage` of them before `rescore()` (-1: all). Where rows are chosen again, what the
+// flags of the table's entries say comes before scores.
 template <class Rescore>
 void select_rows(const PlanDraft& draft,
                  const HeadRef& head,
                  const Demand& demand,
-                 bool restricted,
                  std::span<const float> scores,
                  SelectScratch& scratch,
                  std::int32_t first_stage,
@@ -67,10 +65,11 @@ void select_rows(const PlanDraft& draft,
   const auto row_of = [&](std::int32_t rank) {
     return rows.row(rows.ordered() ? rank : scratch.order[index(rank)]);
   };
+  const bool again = draft.chosen_again(head.sequence, head.table());
   const auto flags = draft.entries(head.sequence, head.table());
   const auto kind_of = [&](std::int32_t rank) {
-    return restricted ? static_cast<RowKind>(flags[draft.entry_of(head.sequence, row_of(rank))])
-                      : RowKind::free;
+    return again ? static_cast<RowKind>(flags[draft.entry_of(head.sequence, row_of(rank))])
+                 : RowKind::free;
   };
   const auto score_of = [&](std::int32_t rank) { return scores[index(row_of(rank))]; };
   const auto& keep = scratch.rows.keep;
@@ -82,7 +81,7 @@ void select_rows(const PlanDraft& draft,
                                        first_stage,
                                        rescore,
                                        scratch.rows);
-  scratch.nan += restricted ? 0 : nan;  // a second selection counts none twice
+  scratch.nan += again ? 0 : nan;  // none is counted twice
 
   // Kept rows ascending, their ranks, and the positions of the others.
   HeadPlan& plan = draft.plan.head(head);
@@ -120,7 +119,6 @@ void select_head(const P& policy,
                  const Observation& obs,
                  const PlanDraft& draft,
                  const HeadRef& head,
-                 bool restricted,
                  SelectScratch& scratch) noexcept {
   if (pages_given<P>(obs)) { return; }
   const TablePlan& plan = draft.plan.table(head.sequence, head.table());
@@ -128,10 +126,8 @@ void select_head(const P& policy,
   const auto scores = scores_of(policy, obs, draft, head, demand, scratch);
   if constexpr (PagePolicy<P>) {
     const CandidateRange range = candidates(demand.protection, plan.live_before);
-    for (const float x : scores.subspan(static_cast<std::size_t>(range.begin),
-                                        static_cast<std::size_t>(range.count()))) {
-      scratch.nan += is_nan(x) ? 1 : 0;
-    }
+    const auto first = scores.begin() + range.begin;
+    scratch.nan += std::count_if(first, first + range.count(), [](float x) { return is_nan(x); });
     // A page's rows are sorted in place: the scores are not needed any more.
     page_scores(policy.page_scores(),
                 scores,
@@ -147,14 +143,10 @@ void select_head(const P& policy,
         scores[r] = policy.rescaled(scores[r], factors[r]);
       }
     };
-    select_rows(
-        draft, head, demand, restricted, scores, scratch, policy.first_stage(demand.keep), rescore);
-  } else {
-    if (plan.removal == Removal::overwrite_slot && !restricted &&
-        select_victim(draft, head, demand, scores, scratch)) {
-      return;
-    }
-    select_rows(draft, head, demand, restricted, scores, scratch, -1, [] {});
+    select_rows(draft, head, demand, scores, scratch, policy.first_stage(demand.keep), rescore);
+  } else if (plan.removal != Removal::overwrite_slot ||
+             !select_victim(draft, head, demand, scores, scratch)) {
+    select_rows(draft, head, demand, scores, scratch, -1, [] {});
   }
 }
 
@@ -191,17 +183,11 @@ template <PagePolicy P>
     }
     if (!first.evicts) { return; }
     const PageSpan span{first.live_before, first.first_row, view.page_size};
-    const std::span<const float> scores =
-        pages_given<P>(obs) ? obs.page_scores.of(s, u, first.pages_before) : sum;
-    SelectScratch& scratch = draft.memory.workers.front();
+    const auto scores = pages_given<P>(obs) ? obs.page_scores.of(s, u, first.pages_before) : sum;
+    const RowScratch& scratch = draft.memory.workers.front().rows;
     const auto flags = draft.entries(s, t);
-    const Status chosen = choose_pages(span,
-                                       scores,
-                                       demand.keep,
-                                       demand.protection,
-                                       scratch.rows.keys,
-                                       scratch.rows.picked,
-                                       flags);
+    const Status chosen = choose_pages(
+        span, scores, demand.keep, demand.protection, scratch.keys, scratch.picked, flags);
     for (std::int32_t other = t; other < end; ++other) {
       if (other != t) { std::ranges::copy(flags, draft.entries(s, other).begin()); }
       if (chosen != Status::ok) { draft.plan.table(s, other).status = chosen; }
@@ -288,7 +274,7 @@ template <Policy P, Executor E>
   draft.for_each_item(executor, [&](const HeadRef& head, SelectScratch& scratch) {
     const TablePlan& table = draft.plan.table(head.sequence, head.table());
     if (table.evicts && !(by_position<P> && table.removal == Removal::drop_pages)) {
-      select_head(policy, obs, draft, head, false, scratch);
+      select_head(policy, obs, draft, head, scratch);
     }
   });
   if constexpr (PagePolicy<P>) {
@@ -304,8 +290,8 @@ template <Policy P, Executor E>
   });
   if (!again) { return Status::ok; }
   draft.for_each_item(executor, [&](const HeadRef& head, SelectScratch& scratch) {
-    if (draft.memory.second_pass[draft.table_index(head.sequence, head.table())] != 0) {
-      select_head(policy, obs, draft, head, true, scratch);
+    if (draft.chosen_again(head.sequence, head.table())) {
+      select_head(policy, obs, draft, head, scratch);
     }
   });
   return Status::ok;
