@@ -44,11 +44,24 @@ class Arena {
     return {reinterpret_cast<T*>(base_ + begin), static_cast<std::size_t>(count < 0 ? 0 : count)};
   }
 
+  /// Takes what is left of the buffer.
+  [[nodiscard]] std::span<std::byte> rest() noexcept {
+    return take<std::byte>(static_cast<std::int64_t>(size_ < used_ ? 0 : size_ - used_));
+  }
+
   /// Whether everything taken so far fits the buffer.
   [[nodiscard]] constexpr bool ok() const noexcept { return base_ != nullptr && used_ <= size_; }
 
   /// Bytes that a buffer of any alignment needs for everything taken so far.
   [[nodiscard]] constexpr std::size_t bytes() const noexcept { return used_ + alignment; }
+
+  /// The same for what `take(arena)` takes.
+  template <class Take>
+  [[nodiscard]] static std::size_t bytes_for(const Take& take) noexcept {
+    Arena arena;
+    static_cast<void>(take(arena));
+    return arena.bytes();
+  }
 
  private:
   std::byte* base_ = nullptr;

@@ -46,23 +46,7 @@ enum class DType : std::uint8_t {
 
 /// Name of `t`, spelled as in the enumeration.
 [[nodiscard]] constexpr std::string_view to_string(DType t) noexcept {
-  switch (t) {
-    case DType::f32:
-      return "f32";
-    case DType::f16:
-      return "f16";
-    case DType::bf16:
-      return "bf16";
-    case DType::f8e4m3:
-      return "f8e4m3";
-    case DType::f8e5m2:
-      return "f8e5m2";
-    case DType::i8:
-      return "i8";
-    case DType::opaque:
-      return "opaque";
-  }
-  return "unknown";
+  return detail::name_of(t, {"f32", "f16", "bf16", "f8e4m3", "f8e5m2", "i8", "opaque"});
 }
 
 /// Value of IEEE binary16 bits; exact, subnormals and NaN included.

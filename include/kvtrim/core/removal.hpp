@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <kvtrim/core/types.hpp>
+
 #include <cstdint>
 #include <string_view>
 
@@ -19,19 +21,8 @@ enum class Removal : std::uint8_t {
 
 /// Name of `r`, spelled as in the enumeration.
 [[nodiscard]] constexpr std::string_view to_string(Removal r) noexcept {
-  switch (r) {
-    case Removal::automatic:
-      return "automatic";
-    case Removal::drop_pages:
-      return "drop_pages";
-    case Removal::overwrite_slot:
-      return "overwrite_slot";
-    case Removal::fill_holes:
-      return "fill_holes";
-    case Removal::stable_pack:
-      return "stable_pack";
-  }
-  return "unknown";
+  return detail::name_of(
+      r, {"automatic", "drop_pages", "overwrite_slot", "fill_holes", "stable_pack"});
 }
 
 /// What happens to rope positions when rows go.
@@ -43,15 +34,7 @@ enum class PositionMode : std::uint8_t {
 
 /// Name of `m`, spelled as in the enumeration.
 [[nodiscard]] constexpr std::string_view to_string(PositionMode m) noexcept {
-  switch (m) {
-    case PositionMode::keep:
-      return "keep";
-    case PositionMode::in_cache:
-      return "in_cache";
-    case PositionMode::sinks_follow:
-      return "sinks_follow";
-  }
-  return "unknown";
+  return detail::name_of(m, {"keep", "in_cache", "sinks_follow"});
 }
 
 /// What happens to rows in pages that other sequences also hold. Shared pages are never written.

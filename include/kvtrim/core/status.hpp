@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <kvtrim/core/types.hpp>
+
 #include <kvtrim/core/config.hpp>
 
 #include <cstdint>
@@ -34,49 +36,27 @@ enum class [[nodiscard]] Status : std::uint8_t {
 
 /// Name of `s`, spelled as in the enumeration; "unknown" for a value outside it.
 [[nodiscard]] constexpr std::string_view to_string(Status s) noexcept {
-  switch (s) {
-    case Status::ok:
-      return "ok";
-    case Status::over_budget:
-      return "over_budget";
-    case Status::out_of_pages:
-      return "out_of_pages";
-    case Status::stale_plan:
-      return "stale_plan";
-    case Status::not_applied:
-      return "not_applied";
-    case Status::unequal_budget:
-      return "unequal_budget";
-    case Status::chunk_too_long:
-      return "chunk_too_long";
-    case Status::rows_unordered:
-      return "rows_unordered";
-    case Status::shared_page:
-      return "shared_page";
-    case Status::planes_disagree:
-      return "planes_disagree";
-    case Status::no_such_sequence:
-      return "no_such_sequence";
-    case Status::too_many_rows:
-      return "too_many_rows";
-    case Status::too_many_sequences:
-      return "too_many_sequences";
-    case Status::workspace_too_small:
-      return "workspace_too_small";
-    case Status::bad_observation:
-      return "bad_observation";
-    case Status::page_out_of_range:
-      return "page_out_of_range";
-    case Status::page_twice:
-      return "page_twice";
-    case Status::length_beyond_table:
-      return "length_beyond_table";
-    case Status::bad_plan:
-      return "bad_plan";
-    case Status::bad_options:
-      return "bad_options";
-  }
-  return "unknown";
+  return detail::name_of(s,
+                         {"ok",
+                          "over_budget",
+                          "out_of_pages",
+                          "stale_plan",
+                          "not_applied",
+                          "unequal_budget",
+                          "chunk_too_long",
+                          "rows_unordered",
+                          "shared_page",
+                          "planes_disagree",
+                          "no_such_sequence",
+                          "too_many_rows",
+                          "too_many_sequences",
+                          "workspace_too_small",
+                          "bad_observation",
+                          "page_out_of_range",
+                          "page_twice",
+                          "length_beyond_table",
+                          "bad_plan",
+                          "bad_options"});
 }
 
 /// Whether a plan with this status may be applied: `ok` or `over_budget`.

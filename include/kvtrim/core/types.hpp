@@ -8,6 +8,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string_view>
 #include <type_traits>
 
 namespace kvtrim {
@@ -65,5 +66,14 @@ enum class TableScope : std::uint8_t {
          : scope == TableScope::layer ? raw(l)
                                       : raw(l) * kv_heads + raw(h);
 }
+
+namespace detail {
+/// Name of an enumerator, where they count from 0; "unknown" for a value outside the enumeration.
+template <class E, std::size_t N>
+[[nodiscard]] constexpr std::string_view name_of(E e, const std::string_view (&names)[N]) noexcept {
+  const auto i = static_cast<std::size_t>(e);
+  return i < N ? names[i] : "unknown";
+}
+}  // namespace detail
 
 }  // namespace kvtrim

@@ -48,10 +48,8 @@ struct ColumnSumScratch {
 
 /// Working space of `accumulate_column_sums`: one tile, whatever the number of rows.
 [[nodiscard]] inline std::size_t column_sums_scratch_bytes(std::int32_t head_dim) noexcept {
-  Arena arena;
-  const auto unused = detail::ColumnSumScratch::take(arena, head_dim);
-  static_cast<void>(unused);
-  return arena.bytes();
+  return Arena::bytes_for(
+      [&](Arena& arena) { return detail::ColumnSumScratch::take(arena, head_dim); });
 }
 
 /// Adds the attention that each of many queries pays to each live row to the accumulated scores of one KV head: the mean

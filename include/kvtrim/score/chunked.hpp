@@ -110,10 +110,7 @@ class ChunkedScorer {
 
   static std::size_t index(std::int64_t i) noexcept { return static_cast<std::size_t>(i); }
   static std::size_t own_bytes(std::int32_t rows) noexcept {
-    Arena arena;
-    const auto unused = Layout::take(arena, rows);
-    static_cast<void>(unused);
-    return arena.bytes();
+    return Arena::bytes_for([&](Arena& arena) { return Layout::take(arena, rows); });
   }
 
   Token token_;

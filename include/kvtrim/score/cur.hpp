@@ -39,11 +39,9 @@ class CurScorer {
 
   /// Working space of one call.
   [[nodiscard]] std::size_t scratch_bytes(const PlanShape& shape) const noexcept {
-    Arena arena;
-    const auto unused =
-        Layout::take(arena, std::max(shape.head_dim, shape.value_dim), shape.max_rows);
-    static_cast<void>(unused);
-    return arena.bytes();
+    return Arena::bytes_for([&](Arena& arena) {
+      return Layout::take(arena, std::max(shape.head_dim, shape.value_dim), shape.max_rows);
+    });
   }
   /// `bad_observation` if what the form needs is not readable.
   [[nodiscard]] Status check(const CacheView& view, const Observation&) const noexcept {

@@ -70,11 +70,10 @@ class ExpectedAttentionScorer {
   [[nodiscard]] std::size_t scratch_bytes(const PlanShape& shape) const noexcept {
     const std::int32_t group = shape.kv_heads > 0 ? shape.query_heads / shape.kv_heads : 0;
     return detail::largest_need(std::max(1, shape.head_dim), [&](std::int32_t head_dim) {
-      Arena arena;
-      const auto unused = Layout::take(
-          arena, params_, head_dim, shape.value_dim, std::max(1, group), shape.max_rows);
-      static_cast<void>(unused);
-      return arena.bytes();
+      return Arena::bytes_for([&](Arena& arena) {
+        return Layout::take(
+            arena, params_, head_dim, shape.value_dim, std::max(1, group), shape.max_rows);
+      });
     });
   }
 

@@ -37,10 +37,8 @@ class KeyDiffScorer {
   /// Working space of one call.
   [[nodiscard]] std::size_t scratch_bytes(const PlanShape& shape) const noexcept {
     return detail::largest_need(std::max(1, shape.head_dim), [&](std::int32_t head_dim) {
-      Arena arena;
-      const auto unused = Layout::take(arena, head_dim, shape.max_rows);
-      static_cast<void>(unused);
-      return arena.bytes();
+      return Arena::bytes_for(
+          [&](Arena& arena) { return Layout::take(arena, head_dim, shape.max_rows); });
     });
   }
   /// `bad_observation` if the keys are not readable.

@@ -50,11 +50,10 @@ class LagKVScorer {
 
   /// Working space of one call.
   [[nodiscard]] std::size_t scratch_bytes(const PlanShape& shape) const noexcept {
-    Arena arena;
-    const auto unused =
-        Layout::take(arena, params_.lag, std::max(shape.head_dim, shape.value_dim), shape.max_rows);
-    static_cast<void>(unused);
-    return arena.bytes();
+    return Arena::bytes_for([&](Arena& arena) {
+      return Layout::take(
+          arena, params_.lag, std::max(shape.head_dim, shape.value_dim), shape.max_rows);
+    });
   }
   /// `bad_observation` if keys or values are not readable.
   [[nodiscard]] Status check(const CacheView& view, const Observation&) const noexcept {

@@ -42,9 +42,7 @@ class OutputNormFactor {
   /// Working space of one call.
   [[nodiscard]] std::size_t scratch_bytes(const PlanShape& shape) const noexcept {
     return detail::largest_need(std::max(1, shape.value_dim), [](std::int32_t dim) {
-      Arena arena;
-      static_cast<void>(Layout::take(arena, dim));
-      return arena.bytes();
+      return Arena::bytes_for([&](Arena& arena) { return Layout::take(arena, dim); });
     });
   }
   /// `bad_observation` without W_O, with one of another value_dim than the values', with query heads that are not a

@@ -75,8 +75,7 @@ Status accumulate_page_scores(const PageSelector<TokenScores>& policy,
       Arena arena(scratch);
       const auto rows = arena.take<float>(extent);
       const auto own = arena.take<float>(pages);
-      const auto rest = arena.take<std::byte>(
-          static_cast<std::int64_t>(scratch.size() - std::min(scratch.size(), arena.bytes())));
+      const auto rest = arena.rest();
       KVTRIM_ASSERT(arena.ok());
       if (given) {
         ExternalScorer{}.score(head, obs, rest, rows);

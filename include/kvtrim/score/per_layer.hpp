@@ -40,9 +40,8 @@ class PerLayerScorer {
 
   /// Working space of one call.
   [[nodiscard]] std::size_t scratch_bytes(const PlanShape& shape) const noexcept {
-    Arena arena;
-    static_cast<void>(arena.take<float>(shape.max_rows));
-    return arena.bytes() + inner_.scratch_bytes(shape);
+    return Arena::bytes_for([&](Arena& arena) { return arena.take<float>(shape.max_rows); }) +
+           inner_.scratch_bytes(shape);
   }
   /// `bad_observation` if the scorer says so, or if the KV heads of a layer hold different tokens.
   [[nodiscard]] Status check(const CacheView& view, const Observation& obs) const noexcept {
@@ -57,8 +56,7 @@ class PerLayerScorer {
              std::span<float> out) const noexcept {
     Arena arena(scratch);
     const auto one = arena.take<float>(static_cast<std::int64_t>(out.size()));
-    const auto rest = arena.take<std::byte>(
-        static_cast<std::int64_t>(scratch.size() - std::min(scratch.size(), arena.bytes())));
+    const auto rest = arena.rest();
     KVTRIM_ASSERT(arena.ok());
     const auto& [view, s, l, asked] = head;
     inner_.score({view, s, l, HeadId{0}}, obs, rest, out);

@@ -33,9 +33,7 @@ class QFilterScorer : public detail::RowByRow<QFilterScorer> {
 
   /// Working space of one call.
   [[nodiscard]] std::size_t scratch_bytes(const PlanShape& shape) const noexcept {
-    Arena arena;
-    static_cast<void>(Layout::take(arena, shape.head_dim));
-    return arena.bytes();
+    return Arena::bytes_for([&](Arena& arena) { return Layout::take(arena, shape.head_dim); });
   }
   /// `bad_observation` without filters, if the filters' dim is not that of the keys, or if the keys are not readable.
   [[nodiscard]] Status check(const CacheView& view, const Observation& obs) const noexcept {

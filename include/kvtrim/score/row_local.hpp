@@ -60,9 +60,9 @@ template <class Scores>
 [[nodiscard]] std::size_t score_new_rows_bytes(const Scores& scores,
                                                const PlanShape& shape,
                                                std::int32_t rows) noexcept {
-  Arena arena;
-  static_cast<void>(arena.take<float>(std::min(rows, shape.max_rows)));
-  return arena.bytes() + detail::RowLocalScorerOf<Scores>(scores).scratch_bytes(shape);
+  return Arena::bytes_for(
+             [&](Arena& arena) { return arena.take<float>(std::min(rows, shape.max_rows)); }) +
+         detail::RowLocalScorerOf<Scores>(scores).scratch_bytes(shape);
 }
 
 /// Scores the newest `rows` rows of a sequence, in all layers and KV heads, into a plane that moves with the rows:
@@ -103,8 +103,7 @@ Status score_new_rows(const Scores& scores,
   }
   Arena arena(scratch);
   const auto out = arena.take<float>(std::min(rows, shape.max_rows));
-  const auto rest = arena.take<std::byte>(
-      static_cast<std::int64_t>(scratch.size() - std::min(scratch.size(), arena.bytes())));
+  const auto rest = arena.rest();
   KVTRIM_ASSERT(arena.ok());
   for (std::int32_t i = 0; i < view.layers * view.kv_heads; ++i) {
     const LayerId l{i / view.kv_heads};

@@ -24,9 +24,8 @@ class RescaledScorer {
 
   /// Working space of one call.
   [[nodiscard]] std::size_t scratch_bytes(const PlanShape& shape) const noexcept {
-    Arena arena;
-    static_cast<void>(arena.take<float>(shape.max_rows));
-    return arena.bytes() + std::max(inner_.scratch_bytes(shape), factor_.scratch_bytes(shape));
+    return Arena::bytes_for([&](Arena& arena) { return arena.take<float>(shape.max_rows); }) +
+           std::max(inner_.scratch_bytes(shape), factor_.scratch_bytes(shape));
   }
   /// `bad_observation` if the scorer or the factor says so.
   [[nodiscard]] Status check(const CacheView& view, const Observation& obs) const noexcept {
@@ -66,8 +65,7 @@ class RescaledScorer {
     Split(std::span<std::byte> scratch, std::size_t rows) noexcept {
       Arena arena(scratch);
       factors = arena.take<float>(static_cast<std::int64_t>(rows));
-      rest = arena.take<std::byte>(
-          static_cast<std::int64_t>(scratch.size() - std::min(scratch.size(), arena.bytes())));
+      rest = arena.rest();
       KVTRIM_ASSERT(arena.ok());
     }
   };

@@ -24,9 +24,7 @@ namespace kvtrim::detail {
 
 /// Bytes it takes.
 [[nodiscard]] inline std::size_t row_block_bytes(std::int32_t dim) noexcept {
-  Arena arena;
-  static_cast<void>(take_row_block(arena, dim));
-  return arena.bytes();
+  return Arena::bytes_for([&](Arena& arena) { return take_row_block(arena, dim); });
 }
 
 /// out[r - first] = f(row r) for the live rows r in [first, first + out.size()); NaN if the row is not finite, 0 for a

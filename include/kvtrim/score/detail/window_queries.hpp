@@ -33,9 +33,9 @@ template <class Layout>
   const std::int32_t group = shape.kv_heads > 0 ? shape.query_heads / shape.kv_heads : 0;
   const std::int32_t votes = std::max(1, std::min(shape.query_rows, window));
   return largest_need(std::max(1, shape.head_dim), [&](std::int32_t head_dim) {
-    Arena arena;
-    static_cast<void>(Layout::take(arena, shape.max_rows, std::max(1, group), votes, head_dim));
-    return arena.bytes();
+    return Arena::bytes_for([&](Arena& arena) {
+      return Layout::take(arena, shape.max_rows, std::max(1, group), votes, head_dim);
+    });
   });
 }
 
