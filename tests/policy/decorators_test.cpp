@@ -55,10 +55,10 @@ std::vector<float> scores_of(const Scores& scores,
 }  // namespace
 
 TEST_CASE("decorators: names say what is decorated, defaults are the method's", "[decorators]") {
-  STATIC_REQUIRE(TopRows<PerLayer<KeyDiffParams>>::name == "per_layer_keydiff");
-  STATIC_REQUIRE(TopRows<ValueNorm<KeyNormParams>>::name == "value_norm_knorm");
+  STATIC_REQUIRE(TopRows<PerLayer<KeyDiffParams>>::name == "per_layer<keydiff>");
+  STATIC_REQUIRE(TopRows<ValueNorm<KeyNormParams>>::name == "value_norm<keynorm>");
   STATIC_REQUIRE(TopRows<OutputNorm<PerLayer<RandomParams>>>::name ==
-                 "output_norm_per_layer_random");
+                 "output_norm<per_layer<random>>");
   STATIC_REQUIRE(TopRows<ValueNorm<TovaParams>>().params().recent == 1);
   STATIC_REQUIRE(PerLayer<KeyDiffParams>::title == "kvtrim::PerLayer of kvtrim::KeyDiff");
 }
@@ -82,7 +82,7 @@ TEST_CASE("decorators: SnapKV's scores can be decorated, and what is wrong with 
           "[decorators][edge]") {
   using Snap = TopRows<ValueNorm<WindowParams>>;
   STATIC_REQUIRE(Snap().params().recent == 32);
-  STATIC_REQUIRE(Snap::name == "value_norm_window");
+  STATIC_REQUIRE(Snap::name == "value_norm<window>");
   const auto make = [](std::int32_t window, std::int32_t kernel, std::int64_t recent) {
     return Snap({.budget = 50,
                  .recent = recent,

@@ -19,7 +19,7 @@ ExpectedAttention with(const ExpectedAttentionParams& scores) {
 
 TEST_CASE("expected_attention: four sinks and no window are protected", "[expected_attention]") {
   const ExpectedAttention policy;
-  CHECK(ExpectedAttention::name == "expected_attention");
+  CHECK(ExpectedAttention::name == "expected");
   DemandInput in;
   in.live = 3000;
   const Demand demand = policy.demand(in);

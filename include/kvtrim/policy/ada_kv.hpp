@@ -6,6 +6,7 @@
 
 #include <kvtrim/budget/adaptive.hpp>
 #include <kvtrim/core/error.hpp>
+#include <kvtrim/policy/detail/joined_name.hpp>
 #include <kvtrim/policy/policy.hpp>
 
 #include <concepts>
@@ -41,7 +42,7 @@ class AdaKV {
     AdaptiveForm form = AdaptiveForm::safeguard;       ///< whose arithmetic
     AdaptiveOver over = AdaptiveOver::heads_of_layer;  ///< which heads share
   };
-  static constexpr std::string_view name = "adakv";
+  static constexpr std::string_view name = detail::name_around<"adakv", Inner>;
 
   /// `Inner`'s defaults, a safeguard of 0.2.
   constexpr AdaKV() : AdaKV(Params{}) {}

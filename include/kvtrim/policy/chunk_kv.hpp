@@ -16,11 +16,6 @@
 
 namespace kvtrim {
 
-namespace detail {
-inline constexpr std::string_view chunked_name = "chunked_";
-inline constexpr std::string_view chunked_title = "kvtrim::Chunked of ";
-}  // namespace detail
-
 /// Parameters of `ChunkedScorer`: a token score, and how many tokens share it.
 ///
 /// \tparam Scores  parameters of a score (`ScoreParams`)
@@ -32,10 +27,8 @@ struct Chunked {
       ScoreParams<Scores>,
       "kvtrim::Chunked: Scores must be parameters of a score with the members name, title, "
       "protects and check(who), as kvtrim::KeyNormParams has them");
-  static constexpr std::string_view name =
-      detail::JoinedName<detail::chunked_name, Scores::name>::value;
-  static constexpr std::string_view title =
-      detail::JoinedName<detail::chunked_title, Scores::title>::value;
+  static constexpr std::string_view name = detail::name_around<"chunked", Scores>;
+  static constexpr std::string_view title = detail::title_around<"kvtrim::Chunked", Scores>;
   static constexpr Protection protects = Scores::protects;
 
   Scores scores{};  ///< of a token
@@ -85,7 +78,8 @@ class ChunkKV {
     std::int64_t recent = Scores::protects.recent;  ///< last rows, always kept
     Scores scores{};                                ///< of a token
   };
-  static constexpr std::string_view name = "chunkkv";
+  static constexpr std::string_view name =
+      detail::name_unless_default<"chunkkv", Scores, WindowParams>;
 
   /// Chunks of 20, a budget of 1,024 rows.
   constexpr ChunkKV() : ChunkKV(Params{}) {}

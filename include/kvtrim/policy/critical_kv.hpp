@@ -7,6 +7,7 @@
 #include <kvtrim/core/error.hpp>
 #include <kvtrim/policy/ada_kv.hpp>
 #include <kvtrim/policy/decorators.hpp>
+#include <kvtrim/policy/detail/joined_name.hpp>
 #include <kvtrim/policy/policy.hpp>
 
 #include <concepts>
@@ -43,7 +44,7 @@ class CriticalKV {
     double first_stage = 0.5;        ///< share of the rows that is chosen by `Inner`'s scores
     float epsilon = 1e-4F;           ///< added to a score before it is scaled
   };
-  static constexpr std::string_view name = "criticalkv";
+  static constexpr std::string_view name = detail::name_around<"criticalkv", Inner>;
 
   /// `Inner`'s defaults, half of the rows in the first stage.
   constexpr CriticalKV() : CriticalKV(Params{}) {}

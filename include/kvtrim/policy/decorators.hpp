@@ -13,15 +13,6 @@
 
 namespace kvtrim {
 
-namespace detail {
-inline constexpr std::string_view per_layer_name = "per_layer_";
-inline constexpr std::string_view per_layer_title = "kvtrim::PerLayer of ";
-inline constexpr std::string_view value_norm_name = "value_norm_";
-inline constexpr std::string_view value_norm_title = "kvtrim::ValueNorm of ";
-inline constexpr std::string_view output_norm_name = "output_norm_";
-inline constexpr std::string_view output_norm_title = "kvtrim::OutputNorm of ";
-}  // namespace detail
-
 /// Merges the scores of a layer's KV heads into one set: all heads then keep the same rows.
 ///
 /// \tparam Scores  parameters of a score (`ScoreParams`)
@@ -33,10 +24,8 @@ struct PerLayer {
       ScoreParams<Scores>,
       "kvtrim::PerLayer: Scores must be parameters of a score with the members name, title, "
       "protects and check(who), as kvtrim::KeyNormParams has them");
-  static constexpr std::string_view name =
-      detail::JoinedName<detail::per_layer_name, Scores::name>::value;
-  static constexpr std::string_view title =
-      detail::JoinedName<detail::per_layer_title, Scores::title>::value;
+  static constexpr std::string_view name = detail::name_around<"per_layer", Scores>;
+  static constexpr std::string_view title = detail::title_around<"kvtrim::PerLayer", Scores>;
   static constexpr Protection protects = Scores::protects;
 
   Scores scores{};                    ///< of one KV head
@@ -61,10 +50,8 @@ struct ValueNorm {
       ScoreParams<Scores>,
       "kvtrim::ValueNorm: Scores must be parameters of a score with the members name, title, "
       "protects and check(who), as kvtrim::KeyNormParams has them");
-  static constexpr std::string_view name =
-      detail::JoinedName<detail::value_norm_name, Scores::name>::value;
-  static constexpr std::string_view title =
-      detail::JoinedName<detail::value_norm_title, Scores::title>::value;
+  static constexpr std::string_view name = detail::name_around<"value_norm", Scores>;
+  static constexpr std::string_view title = detail::title_around<"kvtrim::ValueNorm", Scores>;
   static constexpr Protection protects = Scores::protects;
 
   Scores scores{};    ///< what is rescaled
@@ -92,10 +79,8 @@ struct OutputNorm {
       ScoreParams<Scores>,
       "kvtrim::OutputNorm: Scores must be parameters of a score with the members name, title, "
       "protects and check(who), as kvtrim::KeyNormParams has them");
-  static constexpr std::string_view name =
-      detail::JoinedName<detail::output_norm_name, Scores::name>::value;
-  static constexpr std::string_view title =
-      detail::JoinedName<detail::output_norm_title, Scores::title>::value;
+  static constexpr std::string_view name = detail::name_around<"output_norm", Scores>;
+  static constexpr std::string_view title = detail::title_around<"kvtrim::OutputNorm", Scores>;
   static constexpr Protection protects = Scores::protects;
 
   Scores scores{};        ///< what is rescaled

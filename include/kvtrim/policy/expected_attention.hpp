@@ -16,7 +16,7 @@ namespace kvtrim {
 /// \par Source
 /// Devoto et al., 2025, arXiv:2510.00636; sizes and epsilon as kvpress's press (its benchmark adds epsilon 0.01)
 struct ExpectedAttentionParams {
-  static constexpr std::string_view name = "expected_attention";
+  static constexpr std::string_view name = "expected";
   static constexpr std::string_view title = "kvtrim::ExpectedAttention";
   static constexpr Protection protects{4, 0};
 

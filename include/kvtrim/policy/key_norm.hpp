@@ -12,7 +12,7 @@ namespace kvtrim {
 /// \par Source
 /// Devoto et al., 2024, arXiv:2406.11430
 struct KeyNormParams {
-  static constexpr std::string_view name = "knorm";
+  static constexpr std::string_view name = "keynorm";
   static constexpr std::string_view title = "kvtrim::KeyNorm";
   static constexpr Protection protects{0, 0};
 

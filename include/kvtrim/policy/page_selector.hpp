@@ -6,6 +6,7 @@
 
 #include <kvtrim/cache/cache_view.hpp>
 #include <kvtrim/core/error.hpp>
+#include <kvtrim/policy/detail/joined_name.hpp>
 #include <kvtrim/policy/external.hpp>
 #include <kvtrim/policy/policy.hpp>
 #include <kvtrim/policy/window_params.hpp>
@@ -94,7 +95,8 @@ class PageSelector {
     std::int64_t sinks = 1;         ///< first rows, whose pages always stay
     std::int64_t window = 16;       ///< last rows, whose pages always stay
   };
-  static constexpr std::string_view name = "page";
+  static constexpr std::string_view name =
+      detail::name_unless_default<"page", TokenScores, WindowParams>;
 
   /// A budget of 1,024 rows.
   constexpr PageSelector() : PageSelector(Params{}) {}

@@ -52,7 +52,7 @@ struct NoScores {};
 ///
 /// | expression     | returns               | meaning                                                                    |
 /// |----------------|-----------------------|----------------------------------------------------------------------------|
-/// | `S::name`      | to `std::string_view` | short name, unique in the library                                          |
+/// | `S::name`      | to `std::string_view` | short name, unique in the library: "keynorm", "value_norm<keynorm>"        |
 /// | `S::title`     | to `std::string_view` | what error messages call `TopRows<S>`: "kvtrim::KeyNorm"                   |
 /// | `S::protects`  | to `Protection`       | default number of first and of last rows that always stay                  |
 /// | `s.check(who)` | `void`                | throws `std::invalid_argument` in the name of `who` if a parameter is out of range |
@@ -75,7 +75,7 @@ concept ScoreParams =
 ///
 /// | expression     | returns              | meaning                                                                   |
 /// |----------------|----------------------|---------------------------------------------------------------------------|
-/// | `P::name`      | to `std::string_view`| short name, unique in the library                                         |
+/// | `P::name`      | to `std::string_view`| the method's word and, in <>, what it is put around: "adakv<snapkv>"      |
 /// | `p.demand(in)` | `Demand`, `noexcept` | rows that stay and rows that are protected                                |
 /// | `p.removal()`  | `Removal`, `noexcept`| the way rows are removed unless the caller names one                      |
 /// | `p.scorer()`   | a `Scorer`, or parameters that `ScorerOf` maps to one | what ranks the candidates                |
