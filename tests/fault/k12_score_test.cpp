@@ -274,7 +274,7 @@ TEST_CASE("B086 softmax runs over all keys, then the window's columns are cut", 
 TEST_CASE("B087 an even kernel is refused, an odd one gives as many scores as it got",
           "[score][fault]") {
   CHECK_THAT(thrown_by([] { SnapKVSelector({.kernel = 4}); }),
-             ContainsSubstring("kernel must be odd") && ContainsSubstring("4"));
+             ContainsSubstring("kernel 4 must be odd"));
   CHECK_THROWS_AS(SnapKVSelector({.kernel = 0}), std::invalid_argument);
   CHECK_THROWS_AS(SnapKVSelector({.kernel = -1}), std::invalid_argument);
   for (const Pooling pooling : {Pooling::average, Pooling::max}) {

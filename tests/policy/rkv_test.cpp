@@ -25,15 +25,13 @@ TEST_CASE("rkv: parameters out of range are refused by name and value", "[rkv][e
     change(p.scores);
     return RKV(p);
   };
-  CHECK_THROWS_WITH(with([](auto& p) { p.window = 0; }),
-                    "kvtrim::RKV: scores.window 0 must be at least 1, scores.kernel 7 odd and at "
-                    "least 1");
+  CHECK_THROWS_WITH(
+      with([](auto& p) { p.window = 0; }),
+      "kvtrim::RKV: scores.window 0 must be at least 1 (scores.window 0, scores.kernel 7)");
   CHECK_THROWS_WITH(with([](auto& p) { p.kernel = 6; }),
-                    "kvtrim::RKV: scores.window 8 must be at least 1, scores.kernel 6 odd and at "
-                    "least 1");
+                    "kvtrim::RKV: scores.kernel 6 must be odd (scores.window 8, scores.kernel 6)");
   CHECK_THROWS_WITH(with([](auto& p) { p.lambda = 1.5F; }),
-                    "kvtrim::RKV: scores.lambda 1.5 and scores.threshold 0.5 must be between 0 and "
-                    "1");
+                    "kvtrim::RKV: scores.lambda 1.5 must be within 0 and 1");
   CHECK_THROWS_AS(with([](auto& p) { p.threshold = -0.1F; }), std::invalid_argument);
   CHECK_THROWS_AS(with([](auto& p) { p.lambda = std::numeric_limits<float>::quiet_NaN(); }),
                   std::invalid_argument);

@@ -331,7 +331,7 @@ TEST_CASE("generate: options that make no sense are refused before the model is 
   refused({"--policy", "lru:budget=8"}, "unknown policy 'lru'; known are full, streaming, h2o");
   refused({"--policy", "h2o"}, "policy 'h2o' needs a size: removed=0.5 or budget=256");
   refused({"--policy", "h2o:budget=8,recents=2"}, "unknown key 'recents'; known are recent, ");
-  refused({"--policy", "snapkv:budget=64,kernel=4"}, "kernel must be odd");
+  refused({"--policy", "snapkv:budget=64,kernel=4"}, "kernel 4 must be odd");
   refused({"--temperature", "-1"}, "temperature is -1");
   refused({"--top-p", "0"}, "top_p is 0");
   for (const Arguments& wrong : {Arguments{"--cache-type", "f8"},

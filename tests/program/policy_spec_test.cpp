@@ -238,7 +238,7 @@ TEST_CASE("policy spec: a wrong value names the key and lists the words", "[prog
 TEST_CASE("policy spec: what a policy refuses is said with the spec", "[program][edge]") {
   CHECK_THROWS_WITH(make("snapkv:kernel=4"),
                     ContainsSubstring("policy 'snapkv:kernel=4': kvtrim::SnapKVSelector") &&
-                        ContainsSubstring("kernel must be odd"));
+                        ContainsSubstring("kernel 4 must be odd"));
   CHECK_THROWS_WITH(make("streaming:sinks=-1"), ContainsSubstring("sinks -1"));
   CHECK_THROWS_WITH(make("h2o:decay=2"), ContainsSubstring("decay 2"));
   CHECK_THROWS_WITH(make("h2o:recent=-0.5"), ContainsSubstring("recent=-0.5 is negative"));

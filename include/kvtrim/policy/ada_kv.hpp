@@ -5,7 +5,7 @@
 // unequal counts is refused (`unequal_budget`), never silently evened out.
 
 #include <kvtrim/budget/adaptive.hpp>
-#include <kvtrim/core/error.hpp>
+#include <kvtrim/policy/detail/check_sizes.hpp>
 #include <kvtrim/policy/detail/joined_name.hpp>
 #include <kvtrim/policy/policy.hpp>
 
@@ -49,10 +49,7 @@ class AdaKV {
 
   /// \throws std::invalid_argument if the safeguard is not within 0 and 1, or as `Inner` does
   explicit constexpr AdaKV(const Params& params) : params_(params), inner_(params.inner) {
-    if (!(params.safeguard >= 0 && params.safeguard <= 1)) {
-      throw_invalid_argument("kvtrim::AdaKV: safeguard {} must be within 0 and 1",
-                             params.safeguard);
-    }
+    detail::check_share("kvtrim::AdaKV", "safeguard", params.safeguard);
   }
 
   /// The parameters.

@@ -5,6 +5,7 @@
 // they share with older rows.
 
 #include <kvtrim/core/error.hpp>
+#include <kvtrim/policy/detail/check_sizes.hpp>
 #include <kvtrim/policy/detail/joined_name.hpp>
 #include <kvtrim/policy/policy.hpp>
 #include <kvtrim/policy/window_params.hpp>
@@ -37,7 +38,7 @@ struct Chunked {
 
   /// \throws std::invalid_argument if the chunk is below 1, or a parameter of the scores out of range
   constexpr void check(std::string_view who) const {
-    if (chunk < 1) { throw_invalid_argument("{}: chunk {} must be at least 1", who, chunk); }
+    detail::check_sizes(who, detail::Sizes{{"chunk", chunk, 1}});
     scores.check(who);
   }
   /// As for the scores.
@@ -88,41 +89,28 @@ class ChunkKV {
   ///   may have to stay (the sinks up to the end of their last chunk, recent + chunk - 1), `recent` below the window of
   ///   the scores, or a parameter of the scores out of range
   explicit constexpr ChunkKV(const Params& params) : params_(params) {
-    constexpr std::int64_t most = std::numeric_limits<std::int32_t>::max();
+    constexpr std::string_view who = "kvtrim::ChunkKV";
     const Params& p = params_;
-    if (p.chunk < 1 || p.sinks < 0 || p.recent < 0 || p.chunk > most || p.sinks > most - p.chunk ||
-        p.recent > most - p.chunk || p.budget > most) {
-      throw_invalid_argument(
-          "kvtrim::ChunkKV: chunk {} must be at least 1, sinks {} and recent {} at least 0, budget "
-          "{} "
-          "within 31 bits",
-          p.chunk,
-          p.sinks,
-          p.recent,
-          p.budget);
-    }
+    detail::check_sizes(who, detail::Sizes{{"chunk", p.chunk, 1}});
+    const std::int64_t most = std::numeric_limits<std::int32_t>::max() - p.chunk;
+    detail::check_sizes(
+        who,
+        detail::Sizes{
+            {"sinks", p.sinks, 0, most}, {"recent", p.recent, 0, most}, {"budget", p.budget, 1}});
     const std::int64_t first = (p.sinks + p.chunk - 1) / p.chunk * p.chunk;
     const std::int64_t last = p.recent > 0 ? p.recent + p.chunk - 1 : 0;
-    if (p.budget < 1 || p.budget < first + last) {
+    if (p.budget < first + last) {
       throw_invalid_argument(
-          "kvtrim::ChunkKV: budget {} must be at least 1, and at least {}: sinks {} and recent {} "
-          "in "
-          "whole chunks of {}",
+          "{}: budget {} must be at least {}: sinks {} and recent {} in whole chunks of {}",
+          who,
           p.budget,
           first + last,
           p.sinks,
           p.recent,
           p.chunk);
     }
-    p.scores.check("kvtrim::ChunkKV");
-    if (const std::int32_t unscored = detail::unscored_rows(p.scores); p.recent < unscored) {
-      throw_invalid_argument(
-          "kvtrim::ChunkKV: recent {} must be at least {}: the scores leave so many of the last "
-          "rows "
-          "without one",
-          p.recent,
-          unscored);
-    }
+    p.scores.check(who);
+    detail::check_unscored(who, detail::Size{"recent", p.recent}, p.scores);
   }
 
   /// The parameters.

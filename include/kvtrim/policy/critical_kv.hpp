@@ -4,9 +4,9 @@
 // A row matters by what its value adds to the output, not by its attention alone. The first half of the budget still goes
 // by attention: the bound on the error needs the large probabilities to be kept.
 
-#include <kvtrim/core/error.hpp>
 #include <kvtrim/policy/ada_kv.hpp>
 #include <kvtrim/policy/decorators.hpp>
+#include <kvtrim/policy/detail/check_sizes.hpp>
 #include <kvtrim/policy/detail/joined_name.hpp>
 #include <kvtrim/policy/policy.hpp>
 
@@ -52,14 +52,8 @@ class CriticalKV {
   /// \throws std::invalid_argument if first_stage is not within 0 and 1, epsilon is negative or not finite, or as `Inner`
   ///   does
   explicit constexpr CriticalKV(const Params& params) : params_(params), inner_(params.inner) {
-    if (!(params.first_stage >= 0 && params.first_stage <= 1) ||
-        !(params.epsilon >= 0 && params.epsilon <= 3e38F)) {
-      throw_invalid_argument(
-          "kvtrim::CriticalKV: first_stage {} must be within 0 and 1, epsilon {} at least 0 and "
-          "finite",
-          params.first_stage,
-          params.epsilon);
-    }
+    detail::check_share("kvtrim::CriticalKV", "first_stage", params.first_stage);
+    detail::check_finite("kvtrim::CriticalKV", "epsilon", params.epsilon);
   }
 
   /// The parameters.

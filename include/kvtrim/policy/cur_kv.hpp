@@ -2,6 +2,7 @@
 #pragma once
 
 #include <kvtrim/core/error.hpp>
+#include <kvtrim/policy/detail/check_sizes.hpp>
 #include <kvtrim/policy/top_rows.hpp>
 
 #include <cstdint>
@@ -31,9 +32,7 @@ struct CurParams {
 
   /// \throws std::invalid_argument if the window is negative or the form is not one of `CurForm`
   constexpr void check(std::string_view who) const {
-    if (window < 0) {
-      throw_invalid_argument("{}: scores.window {} must be at least 0", who, window);
-    }
+    detail::check_sizes(who, detail::Sizes{{"scores.window", window}});
     if (form > CurForm::values) {
       throw_invalid_argument("{}: scores.form {} is none of CurForm", who, form);
     }

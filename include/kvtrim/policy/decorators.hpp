@@ -4,6 +4,7 @@
 // A decorator changes the scores of a method and nothing else, and is itself the parameters of a score: whatever takes
 // scores takes decorated ones too, such as TopRows<PerLayer<KeyDiffParams>>.
 
+#include <kvtrim/policy/detail/check_sizes.hpp>
 #include <kvtrim/policy/detail/joined_name.hpp>
 #include <kvtrim/policy/policy.hpp>
 #include <kvtrim/policy/window_params.hpp>
@@ -59,7 +60,7 @@ struct ValueNorm {
 
   /// \throws std::invalid_argument if epsilon is negative or not finite, or a parameter of the scores out of range
   constexpr void check(std::string_view who) const {
-    detail::check_epsilon(who, epsilon);
+    detail::check_finite(who, "epsilon", epsilon);
     scores.check(who);
   }
   /// As for the scores.
@@ -88,7 +89,7 @@ struct OutputNorm {
 
   /// \throws std::invalid_argument if epsilon is negative or not finite, or a parameter of the scores out of range
   constexpr void check(std::string_view who) const {
-    detail::check_epsilon(who, epsilon);
+    detail::check_finite(who, "epsilon", epsilon);
     scores.check(who);
   }
   /// As for the scores.

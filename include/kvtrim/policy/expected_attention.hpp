@@ -3,10 +3,10 @@
 
 #include <kvtrim/core/error.hpp>
 #include <kvtrim/core/rope.hpp>
+#include <kvtrim/policy/detail/check_sizes.hpp>
 #include <kvtrim/policy/top_rows.hpp>
 
 #include <cstdint>
-#include <limits>
 #include <string_view>
 
 namespace kvtrim {
@@ -32,20 +32,9 @@ struct ExpectedAttentionParams {
   /// \throws std::invalid_argument if a size, epsilon or scale is out of range or not finite, or the rotation does not have
   ///   fixed frequencies
   constexpr void check(std::string_view who) const {
-    constexpr float most = std::numeric_limits<float>::max();
-    if (sinks < 0 || future < 1) {
-      throw_invalid_argument("{}: scores.sinks {} must be at least 0, scores.future {} at least 1",
-                             who,
-                             sinks,
-                             future);
-    }
-    if (!(epsilon >= 0 && epsilon <= most) || !(scale >= 0 && scale <= most)) {
-      throw_invalid_argument(
-          "{}: scores.epsilon {} and scores.scale {} must be finite and at least 0",
-          who,
-          epsilon,
-          scale);
-    }
+    detail::check_sizes(who, detail::Sizes{{"scores.sinks", sinks}, {"scores.future", future, 1}});
+    detail::check_finite(who, "scores.epsilon", epsilon);
+    detail::check_finite(who, "scores.scale", scale);
     if (rope.kind != RopeKind::standard || rope.dim < 0 || rope.dim % 2 != 0 || rope.offset < 0) {
       throw_invalid_argument(
           "{}: scores.rope.kind {} must be 0 (fixed frequencies), scores.rope.dim {} even and at "

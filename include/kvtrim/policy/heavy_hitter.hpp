@@ -3,11 +3,11 @@
 
 #include <kvtrim/core/error.hpp>
 #include <kvtrim/policy/accumulate_params.hpp>
+#include <kvtrim/policy/detail/check_sizes.hpp>
 #include <kvtrim/policy/policy.hpp>
 
 #include <algorithm>
 #include <cstdint>
-#include <limits>
 #include <string_view>
 
 namespace kvtrim {
@@ -56,22 +56,16 @@ class HeavyHitter {
   /// \throws std::invalid_argument if a size is negative or beyond 31 bits, the budget is 0 or below the protected rows,
   ///   recent and grace are both 0 (except in `greedy`), the interval is below 1, or decay is not within (0, 1]
   explicit constexpr HeavyHitter(const Params& params) : params_(params) {
-    constexpr std::int64_t most = std::numeric_limits<std::int32_t>::max();
+    constexpr std::string_view who = "kvtrim::HeavyHitter";
     const Params& p = params_;
-    if (p.heavy < 0 || p.recent < 0 || p.sinks < 0 || p.grace < 0 || p.heavy > most ||
-        p.recent > most || p.sinks > most || p.grace > most ||
-        p.heavy + p.recent + p.sinks > most) {
-      throw_invalid_argument(
-          "kvtrim::HeavyHitter: heavy {}, recent {}, sinks {} and grace {} must be at least 0 and "
-          "their sum within 31 bits",
-          p.heavy,
-          p.recent,
-          p.sinks,
-          p.grace);
-    }
-    if (p.heavy + p.recent + p.sinks < 1) {
-      throw_invalid_argument("kvtrim::HeavyHitter: a budget of 0 rows keeps nothing");
-    }
+    detail::check_sizes(who,
+                        detail::Sizes{{"heavy", p.heavy},
+                                      {"recent", p.recent},
+                                      {"sinks", p.sinks},
+                                      {"grace", p.grace},
+                                      {"interval", p.interval, 1}});
+    detail::check_sizes(who,
+                        detail::Sizes{{"heavy + recent + sinks", p.heavy + p.recent + p.sinks, 1}});
     if (p.mode == HeavyMode::greedy && p.recent != 0) {
       throw_invalid_argument("kvtrim::HeavyHitter: greedy has no window, but recent is {}",
                              p.recent);
@@ -87,10 +81,6 @@ class HeavyHitter {
           p.heavy + p.recent + p.sinks,
           p.sinks,
           p.grace);
-    }
-    if (p.interval < 1 || p.interval > most) {
-      throw_invalid_argument("kvtrim::HeavyHitter: interval {} is not within 1 and 2^31",
-                             p.interval);
     }
     scorer().check("kvtrim::HeavyHitter");
   }

@@ -4,12 +4,11 @@
 // The policy must protect exactly the rows that the scorer does not score, so both cut the rows with the same function.
 
 #include <kvtrim/cache/sequence_state.hpp>
-#include <kvtrim/core/error.hpp>
+#include <kvtrim/policy/detail/check_sizes.hpp>
 #include <kvtrim/policy/policy.hpp>
 
 #include <algorithm>
 #include <cstdint>
-#include <limits>
 #include <string_view>
 
 namespace kvtrim {
@@ -30,13 +29,8 @@ struct LagKVParams {
 
   /// \throws std::invalid_argument if lag is below 1 or beyond 2^30, or sinks are negative
   constexpr void check(std::string_view who) const {
-    if (lag < 1 || lag > 1 << 30 || sinks < 0) {
-      throw_invalid_argument(
-          "{}: scores.lag {} must be at least 1 and at most 2^30, scores.sinks {} at least 0",
-          who,
-          lag,
-          sinks);
-    }
+    detail::check_sizes(who,
+                        detail::Sizes{{"scores.sinks", sinks}, {"scores.lag", lag, 1, 1 << 30}});
   }
   /// The last partition and the remainder have nothing after them.
   [[nodiscard]] constexpr std::int32_t unscored() const noexcept { return 2 * lag - 1; }
@@ -118,19 +112,9 @@ class LagKV {
   /// \throws std::invalid_argument if lag is below 1, sinks negative, the budget below 1 or below sinks, or a size
   ///   beyond 31 bits
   explicit constexpr LagKV(const Params& params) : params_(params) {
-    constexpr std::int64_t most = std::numeric_limits<std::int32_t>::max();
-    const Params& p = params_;
-    if (p.lag < 1 || p.sinks < 0 || p.lag > most || p.sinks > most || p.budget > most) {
-      throw_invalid_argument(
-          "kvtrim::LagKV: lag {} must be at least 1, sinks {} at least 0, budget {} within 31 bits",
-          p.lag,
-          p.sinks,
-          p.budget);
-    }
-    if (p.budget < 1 || p.budget < p.sinks) {
-      throw_invalid_argument(
-          "kvtrim::LagKV: budget {} must be at least 1, and at least sinks {}", p.budget, p.sinks);
-    }
+    detail::check_sizes("kvtrim::LagKV",
+                        detail::Sizes{{"sinks", params.sinks}, {"lag", params.lag, 1}});
+    detail::check_budget("kvtrim::LagKV", params.budget, detail::Sizes{{"sinks", params.sinks}});
   }
 
   /// The parameters.
@@ -191,17 +175,10 @@ class RecursiveLagKV {
   /// \throws std::invalid_argument if lag is below 1, keep negative or above lag, sinks negative, or a size beyond 31
   ///   bits
   explicit constexpr RecursiveLagKV(const Params& params) : params_(params) {
-    constexpr std::int64_t most = std::numeric_limits<std::int32_t>::max();
-    const Params& p = params_;
-    if (p.lag < 1 || p.sinks < 0 || p.keep < 0 || p.keep > p.lag || p.lag > most ||
-        p.sinks > most) {
-      throw_invalid_argument(
-          "kvtrim::RecursiveLagKV: lag {} must be at least 1, keep {} between 0 and lag, sinks {} "
-          "at least 0, all within 31 bits",
-          p.lag,
-          p.keep,
-          p.sinks);
-    }
+    detail::check_sizes(
+        "kvtrim::RecursiveLagKV",
+        detail::Sizes{
+            {"sinks", params.sinks}, {"lag", params.lag, 1}, {"keep", params.keep, 0, params.lag}});
   }
 
   /// The parameters.

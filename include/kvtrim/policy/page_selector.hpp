@@ -5,7 +5,7 @@
 // for all layers, and the pages are free as soon as the table is written.
 
 #include <kvtrim/cache/cache_view.hpp>
-#include <kvtrim/core/error.hpp>
+#include <kvtrim/policy/detail/check_sizes.hpp>
 #include <kvtrim/policy/detail/joined_name.hpp>
 #include <kvtrim/policy/external.hpp>
 #include <kvtrim/policy/policy.hpp>
@@ -14,7 +14,6 @@
 #include <algorithm>
 #include <concepts>
 #include <cstdint>
-#include <limits>
 #include <string_view>
 
 namespace kvtrim {
@@ -104,29 +103,19 @@ class PageSelector {
   /// \throws std::invalid_argument if a size is negative or beyond 31 bits, the budget is below sinks + window, top_m is
   ///   below 1, or a parameter of the scores is out of range
   explicit constexpr PageSelector(const Params& params) : params_(params) {
-    constexpr std::int64_t most = std::numeric_limits<std::int32_t>::max();
+    constexpr std::string_view who = "kvtrim::PageSelector";
     const Params& p = params_;
-    if (p.sinks < 0 || p.window < 0 || p.sinks > most || p.window > most || p.budget > most ||
-        p.budget_pages < 0 || p.budget_pages > most) {
-      throw_invalid_argument(
-          "kvtrim::PageSelector: sinks {}, window {} and budget_pages {} must be at least 0, "
-          "budget {} within 31 bits",
-          p.sinks,
-          p.window,
-          p.budget_pages,
-          p.budget);
+    const std::int64_t least = p.budget_pages == 0 ? 1 : p.budget;  // not looked at beside pages
+    detail::check_sizes(who,
+                        detail::Sizes{{"sinks", p.sinks},
+                                      {"window", p.window},
+                                      {"budget_pages", p.budget_pages},
+                                      {"budget", p.budget, least}});
+    if (p.budget_pages == 0) {
+      detail::check_budget(who, p.budget, detail::Sizes{{"sinks", p.sinks}, {"window", p.window}});
     }
-    if (p.budget_pages == 0 && (p.budget < 1 || p.budget < p.sinks + p.window)) {
-      throw_invalid_argument(
-          "kvtrim::PageSelector: budget {} must be at least 1, and at least sinks {} + window {}",
-          p.budget,
-          p.sinks,
-          p.window);
-    }
-    p.scores.check("kvtrim::PageSelector");
-    if (p.pages.top_m < 1) {
-      throw_invalid_argument("kvtrim::PageSelector: top_m {} must be at least 1", p.pages.top_m);
-    }
+    p.scores.check(who);
+    detail::check_sizes(who, detail::Sizes{{"top_m", p.pages.top_m, 1}});
   }
 
   /// The parameters.

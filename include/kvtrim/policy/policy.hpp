@@ -6,7 +6,6 @@
 // stand with its parameters, once, for all policies that can be made from it.
 
 #include <kvtrim/cache/sequence_state.hpp>
-#include <kvtrim/core/error.hpp>
 #include <kvtrim/core/removal.hpp>
 #include <kvtrim/core/status.hpp>
 #include <kvtrim/core/types.hpp>
@@ -14,7 +13,6 @@
 
 #include <concepts>
 #include <cstdint>
-#include <limits>
 #include <string_view>
 #include <type_traits>
 
@@ -110,12 +108,6 @@ template <ScoreParams S>
     return scores.unscored();
   } else {
     return 0;
-  }
-}
-
-constexpr void check_epsilon(std::string_view who, float epsilon) {
-  if (!(epsilon >= 0 && epsilon <= std::numeric_limits<float>::max())) {
-    throw_invalid_argument("{}: epsilon {} must be at least 0 and finite", who, epsilon);
   }
 }
 

@@ -4,13 +4,12 @@
 // SnapKV's scores with a budget that falls from layer to layer. Layers of different lengths need their own page tables.
 
 #include <kvtrim/budget/pyramid.hpp>
-#include <kvtrim/core/error.hpp>
+#include <kvtrim/policy/detail/check_sizes.hpp>
 #include <kvtrim/policy/policy.hpp>
 #include <kvtrim/policy/snapkv_selector.hpp>
 
 #include <algorithm>
 #include <cstdint>
-#include <limits>
 #include <string_view>
 
 namespace kvtrim {
@@ -42,12 +41,8 @@ class PyramidKV {
 
   /// \throws std::invalid_argument if beta is below 1 or layers below 0, either is beyond 31 bits, or as `SnapKVSelector`
   explicit constexpr PyramidKV(const Params& params) : params_(params), snapkv_(params.snapkv) {
-    constexpr std::int64_t most = std::numeric_limits<std::int32_t>::max();
-    if (params.beta < 1 || params.beta > most || params.layers < 0 || params.layers > most) {
-      throw_invalid_argument("kvtrim::PyramidKV: beta {} must be at least 1, layers {} at least 0",
-                             params.beta,
-                             params.layers);
-    }
+    detail::check_sizes("kvtrim::PyramidKV",
+                        detail::Sizes{{"beta", params.beta, 1}, {"layers", params.layers}});
   }
 
   /// The parameters.

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <kvtrim/core/error.hpp>
+#include <kvtrim/policy/detail/check_sizes.hpp>
 #include <kvtrim/policy/top_rows.hpp>
 
 #include <cstdint>
@@ -38,19 +39,12 @@ struct RKVParams {
   /// \throws std::invalid_argument if the window is below 1, the kernel not odd, lambda or threshold not within 0 and 1, or
   ///   the group not one of `RKVGroup`
   constexpr void check(std::string_view who) const {
-    if (window < 1 || kernel < 1 || kernel % 2 == 0) {
-      throw_invalid_argument(
-          "{}: scores.window {} must be at least 1, scores.kernel {} odd and at least 1",
-          who,
-          window,
-          kernel);
-    }
-    if (!(lambda >= 0 && lambda <= 1) || !(threshold >= 0 && threshold <= 1)) {
-      throw_invalid_argument("{}: scores.lambda {} and scores.threshold {} must be between 0 and 1",
-                             who,
-                             lambda,
-                             threshold);
-    }
+    detail::check_sizes(
+        who,
+        detail::Sizes{{"scores.window", window, 1},
+                      {.name = "scores.kernel", .value = kernel, .least = 1, .odd = true}});
+    detail::check_share(who, "scores.lambda", lambda);
+    detail::check_share(who, "scores.threshold", threshold);
     if (group > RKVGroup::logits) {
       throw_invalid_argument("{}: scores.group {} is none of RKVGroup", who, group);
     }

@@ -1,13 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <kvtrim/core/error.hpp>
+#include <kvtrim/policy/detail/check_sizes.hpp>
 #include <kvtrim/policy/policy.hpp>
 #include <kvtrim/policy/window_params.hpp>
 
 #include <algorithm>
 #include <cstdint>
-#include <limits>
 #include <string_view>
 
 namespace kvtrim {
@@ -60,27 +59,14 @@ class SnapKVSelector {
   /// \throws std::invalid_argument if the kernel is even or below 1, the window below 1, sinks negative, the budget below
   ///   window + sinks, or a size beyond 31 bits
   explicit constexpr SnapKVSelector(const Params& params) : params_(params) {
-    constexpr std::int64_t most = std::numeric_limits<std::int32_t>::max();
+    constexpr std::string_view who = "kvtrim::SnapKVSelector";
     const Params& p = params_;
-    if (p.kernel < 1 || p.kernel % 2 == 0 || p.kernel > most) {
-      throw_invalid_argument("kvtrim::SnapKVSelector: kernel must be odd and at least 1, not {}",
-                             p.kernel);
-    }
-    if (p.window < 1 || p.sinks < 0 || p.window > most || p.sinks > most || p.budget > most) {
-      throw_invalid_argument(
-          "kvtrim::SnapKVSelector: window {} must be at least 1, sinks {} at least 0, budget {} "
-          "within 31 bits",
-          p.window,
-          p.sinks,
-          p.budget);
-    }
-    if (p.budget < p.window + p.sinks) {
-      throw_invalid_argument(
-          "kvtrim::SnapKVSelector: budget {} must be at least window {} + sinks {}",
-          p.budget,
-          p.window,
-          p.sinks);
-    }
+    detail::check_sizes(
+        who,
+        detail::Sizes{{"window", p.window, 1},
+                      {.name = "kernel", .value = p.kernel, .least = 1, .odd = true},
+                      {"sinks", p.sinks}});
+    detail::check_budget(who, p.budget, detail::Sizes{{"window", p.window}, {"sinks", p.sinks}});
   }
 
   /// The parameters.

@@ -2,11 +2,11 @@
 #pragma once
 
 #include <kvtrim/core/error.hpp>
+#include <kvtrim/policy/detail/check_sizes.hpp>
 #include <kvtrim/policy/policy.hpp>
 
 #include <algorithm>
 #include <cstdint>
-#include <limits>
 #include <string_view>
 
 namespace kvtrim {
@@ -50,15 +50,10 @@ class StreamingSink {
   /// \throws std::invalid_argument if recent is below 1, sinks are negative, either is beyond 31 bits, sinks are not
   ///   below the capacity, or the hard budget leaves no window
   explicit constexpr StreamingSink(const Params& params) : params_(params) {
-    constexpr std::int64_t most = std::numeric_limits<std::int32_t>::max();
-    if (params_.sinks < 0 || params_.recent < 1 || params_.sinks > most || params_.recent > most ||
-        params_.sinks + params_.recent > most) {
-      throw_invalid_argument(
-          "kvtrim::StreamingSink: sinks {} must be at least 0, recent {} at least 1, and their sum "
-          "within 31 bits",
-          params_.sinks,
-          params_.recent);
-    }
+    detail::check_sizes("kvtrim::StreamingSink",
+                        detail::Sizes{{"sinks", params_.sinks}, {"recent", params_.recent, 1}});
+    detail::check_sizes("kvtrim::StreamingSink",
+                        detail::Sizes{{"sinks + recent", params_.sinks + params_.recent}});
     if (params_.capacity != 0 && params_.sinks >= params_.capacity) {
       throw_invalid_argument("kvtrim::StreamingSink: sinks {} must be below the capacity {}",
                              params_.sinks,

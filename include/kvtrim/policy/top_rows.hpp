@@ -4,12 +4,11 @@
 // Most published methods are a score and nothing else: the best rows stay, and a few at either end always stay. They are
 // aliases of the one policy below; a method adds its scorer and the facts that stand with its parameters.
 
-#include <kvtrim/core/error.hpp>
+#include <kvtrim/policy/detail/check_sizes.hpp>
 #include <kvtrim/policy/policy.hpp>
 
 #include <algorithm>
 #include <cstdint>
-#include <limits>
 #include <string_view>
 
 namespace kvtrim {
@@ -46,32 +45,12 @@ class TopRows {
   /// \throws std::invalid_argument if the budget is below 1 or below sinks + recent, a size is negative or beyond 31 bits,
   ///   or a parameter of the scores is out of range
   explicit constexpr TopRows(const Params& params) : params_(params) {
-    constexpr std::int64_t most = std::numeric_limits<std::int32_t>::max();
     const Params& p = params_;
-    if (p.sinks < 0 || p.recent < 0 || p.sinks > most || p.recent > most || p.budget > most) {
-      throw_invalid_argument(
-          "{}: sinks {} and recent {} must be at least 0, budget {} within 31 bits",
-          Scores::title,
-          p.sinks,
-          p.recent,
-          p.budget);
-    }
-    if (p.budget < 1 || p.budget < p.sinks + p.recent) {
-      throw_invalid_argument("{}: budget {} must be at least 1, and at least sinks {} + recent {}",
-                             Scores::title,
-                             p.budget,
-                             p.sinks,
-                             p.recent);
-    }
+    detail::check_sizes(Scores::title, detail::Sizes{{"sinks", p.sinks}, {"recent", p.recent}});
+    detail::check_budget(
+        Scores::title, p.budget, detail::Sizes{{"sinks", p.sinks}, {"recent", p.recent}});
     p.scores.check(Scores::title);
-    if (const std::int32_t unscored = detail::unscored_rows(p.scores); p.recent < unscored) {
-      throw_invalid_argument(
-          "{}: recent {} must be at least {}: the scores leave so many of the last rows without "
-          "one",
-          Scores::title,
-          p.recent,
-          unscored);
-    }
+    detail::check_unscored(Scores::title, detail::Size{"recent", p.recent}, p.scores);
   }
 
   /// The parameters.

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <kvtrim/core/error.hpp>
 #include <kvtrim/core/pooling.hpp>
+#include <kvtrim/policy/detail/check_sizes.hpp>
 #include <kvtrim/policy/policy.hpp>
 
 #include <cstdint>
@@ -39,13 +39,10 @@ struct WindowParams {
 
   /// \throws std::invalid_argument if the window is below 1 or the kernel not odd
   constexpr void check(std::string_view who) const {
-    if (window < 1 || kernel < 1 || kernel % 2 == 0) {
-      throw_invalid_argument(
-          "{}: scores.window {} must be at least 1, scores.kernel {} odd and at least 1",
-          who,
-          window,
-          kernel);
-    }
+    detail::check_sizes(
+        who,
+        detail::Sizes{{"scores.window", window, 1},
+                      {.name = "scores.kernel", .value = kernel, .least = 1, .odd = true}});
   }
   /// The window's own rows, unless they are scored too.
   [[nodiscard]] constexpr std::int32_t unscored() const noexcept {

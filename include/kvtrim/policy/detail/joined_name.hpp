@@ -3,6 +3,7 @@
 
 #include <array>
 #include <cstddef>
+#include <initializer_list>
 #include <string_view>
 #include <type_traits>
 
@@ -32,8 +33,8 @@ struct JoinedName {
   static constexpr auto text = [] {
     std::array<char, (Pieces.size() + ... + 0)> out{};
     std::size_t end = 0;
-    for (const std::string_view text : {Pieces...}) {
-      for (const char c : text) { out[end++] = c; }
+    for (const std::string_view piece : std::initializer_list<std::string_view>{Pieces...}) {
+      for (const char c : piece) { out[end++] = c; }
     }
     return out;
   }();
