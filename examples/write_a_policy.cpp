@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // A new method is one struct, with its parameters and their facts, and its scorer. Everything else is already there:
-// protection, ties, NaN, plans, moves, tables, per-head budgets (AdaKV<Fading>), one set per layer
-// (TopRows<PerLayer<FadingNorm>>), whole pages (PageSelector<FadingNorm>).
+// protection, ties, NaN, plans, moves, tables, per-head budgets (AdaKV<Fading>), SnapKV's rules
+// (SnapKVSelector<FadingNorm>), one set per layer (TopRows<PerLayer<FadingNorm>>), whole pages (PageSelector<FadingNorm>).
 #include <kvtrim/kvtrim.hpp>
 
 #include <cmath>
@@ -63,9 +63,15 @@ int main() {
   if (!sequence || cache.try_extend(*sequence, 100) != kvtrim::Status::ok) { return 1; }
   cache.write(*sequence, kvtrim::LayerId{0}, {.data = rows.data()}, {.data = rows.data()});
 
-  const kvtrim::AdaKV<Fading> policy({.inner = {.budget = 16}});  // 16 rows per head on average
+  // In SnapKV's place, at the end of the prompt: 50 rows per head, the last 8 always among them.
+  const kvtrim::SnapKVSelector<FadingNorm> at_the_end({.budget = 50, .recent = 8});
   std::vector<std::byte> memory(
-      kvtrim::plan_workspace_bytes(policy, kvtrim::plan_shape(cache.view())));
+      kvtrim::plan_workspace_bytes(at_the_end, kvtrim::plan_shape(cache.view())));
+  const auto cut = kvtrim::evict(at_the_end, cache, cache.view(), {}, memory);
+  if (cut.status != kvtrim::Status::ok || cut.kept_rows != 100) { return 1; }
+
+  const kvtrim::AdaKV<Fading> policy({.inner = {.budget = 16}});  // 16 rows per head on average
+  memory.resize(kvtrim::plan_workspace_bytes(policy, kvtrim::plan_shape(cache.view())));
   const std::int32_t before = cache.pool().in_use();
   const auto report = kvtrim::evict(policy, cache, cache.view(), {}, memory);
   for (const int h : {0, 1}) {

@@ -24,11 +24,17 @@ namespace {
 
 enum class Sums : std::uint8_t { engine, recomputed };
 
+template <HeavyMode Mode>
 struct Step {
-  Step(const Shape& shape, std::int32_t spare, const HeavyHitter& p)
+  using H = HeavyHitter<AccumulateParams, Mode>;
+
+  Step(const Shape& shape, std::int32_t spare, std::int32_t interval)
       : cache(shape, {.positions = true, .scores = true, .spare_rows = spare}),
         attention(shape, shape.tokens + spare),
-        policy(p),
+        policy({.heavy = shape.tokens / 2,
+                .recent = shape.tokens - shape.tokens / 2,
+                .interval = interval,
+                .removal = interval > 1 ? Removal::fill_holes : Removal::overwrite_slot}),
         freed(64),
         workspace(plan_workspace_bytes(policy, shape_of(shape, spare))),
         scratch(column_sums_scratch_bytes(shape.dim)),
@@ -85,28 +91,21 @@ struct Step {
 
   EngineCache cache;
   DecodeAttention attention;
-  HeavyHitter policy;
+  H policy;
   std::vector<PageId> freed;
   std::vector<std::byte> workspace;
   std::vector<std::byte> scratch;
   std::vector<float> lse;
 };
 
-HeavyHitter policy_of(std::int32_t budget, HeavyMode mode, std::int32_t interval) {
-  return HeavyHitter({.heavy = budget / 2,
-                      .recent = budget - budget / 2,
-                      .mode = mode,
-                      .interval = interval,
-                      .removal = interval > 1 ? Removal::fill_holes : Removal::overwrite_slot});
-}
-
 // One row is added, one row goes.
-void each_step(benchmark::State& state, const Shape& shape, HeavyMode mode, Sums sums) {
-  Step step(shape, 1, policy_of(shape.tokens, mode, 1));
+template <HeavyMode Mode>
+void each_step(benchmark::State& state, const Shape& shape, Sums sums) {
+  Step<Mode> step(shape, 1, 1);
   Report last;
   const Pairs p = collect([&] {
     step.cache.append();
-    const Step::Seconds t = step.attend(sums);
+    const auto t = step.attend(sums);
     return std::pair(t.op + seconds_of([&] { last = step.evict(); }, step.clock()), t.attention);
   });
   if (last.status != Status::ok || last.evicted_rows != shape.kv_heads) {
@@ -118,10 +117,10 @@ void each_step(benchmark::State& state, const Shape& shape, HeavyMode mode, Sums
 
 // Sums at each step, a cut every `interval` steps; the cut's time is spread over them.
 void at_intervals(benchmark::State& state, const Shape& shape, std::int32_t interval) {
-  Step step(shape, interval, policy_of(shape.tokens, HeavyMode::real_drop, interval));
+  Step<HeavyMode::real_drop> step(shape, interval, interval);
   Report idle;
   const Pairs p = collect([&] {
-    const Step::Seconds t = step.attend(Sums::engine);
+    const auto t = step.attend(Sums::engine);
     return std::pair(t.op + seconds_of([&] { idle = step.evict(); }, step.clock()), t.attention);
   });
   std::vector<double> cuts;
@@ -149,15 +148,15 @@ const bool registered = [] {
     shape.tokens = rows;
     const std::string axes = shape.axes();
     line("policy/heavy_hitter/promote" + axes, [=](benchmark::State& state) {
-      each_step(state, shape, HeavyMode::promote, Sums::engine);
+      each_step<HeavyMode::promote>(state, shape, Sums::engine);
     });
     line("policy/heavy_hitter/real_drop" + axes + "/interval:1", [=](benchmark::State& state) {
-      each_step(state, shape, HeavyMode::real_drop, Sums::engine);
+      each_step<HeavyMode::real_drop>(state, shape, Sums::engine);
     });
     line("policy/heavy_hitter/real_drop" + axes + "/interval:128",
          [=](benchmark::State& state) { at_intervals(state, shape, 128); });
     line("policy/heavy_hitter/promote/recomputed" + axes, [=](benchmark::State& state) {
-      each_step(state, shape, HeavyMode::promote, Sums::recomputed);
+      each_step<HeavyMode::promote>(state, shape, Sums::recomputed);
     });
   }
   return true;

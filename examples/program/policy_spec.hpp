@@ -44,36 +44,40 @@
 
 namespace program {
 
-using SnapKV = kvtrim::SnapKVSelector;
+using SnapKV = kvtrim::SnapKVSelector<>;
 using kvtrim::AdaKV;
 using kvtrim::CriticalKV;
 using kvtrim::PageSelector;
 
 /// Any of the library's policies.
-using AnyPolicy = std::variant<kvtrim::Full,
-                               kvtrim::StreamingSink,
-                               kvtrim::HeavyHitter,
-                               SnapKV,
-                               kvtrim::PyramidKV,
-                               AdaKV<SnapKV>,
-                               AdaKV<kvtrim::ExpectedAttention>,
-                               CriticalKV<SnapKV>,
-                               CriticalKV<AdaKV<SnapKV>>,
-                               kvtrim::ChunkKV<>,
-                               kvtrim::Tova,
-                               kvtrim::KeyDiff,
-                               kvtrim::KeyNorm,
-                               kvtrim::ExpectedAttention,
-                               kvtrim::LagKV,
-                               kvtrim::QFilter,
-                               kvtrim::CurKV,
-                               kvtrim::RKV,
-                               kvtrim::Random,
-                               kvtrim::External,
-                               PageSelector<kvtrim::WindowParams>,
-                               PageSelector<kvtrim::KeyDiffParams>,
-                               PageSelector<kvtrim::AccumulateParams>,
-                               PageSelector<kvtrim::ExternalParams>>;
+using AnyPolicy =
+    std::variant<kvtrim::Full,
+                 kvtrim::StreamingSink<kvtrim::SinkForm::pages>,
+                 kvtrim::StreamingSink<kvtrim::SinkForm::exact>,
+                 kvtrim::HeavyHitter<>,
+                 kvtrim::HeavyHitter<kvtrim::AccumulateParams, kvtrim::HeavyMode::greedy>,
+                 kvtrim::HeavyHitter<kvtrim::AccumulateParams, kvtrim::HeavyMode::promote>,
+                 SnapKV,
+                 kvtrim::PyramidKV,
+                 AdaKV<SnapKV>,
+                 AdaKV<kvtrim::ExpectedAttention>,
+                 CriticalKV<SnapKV>,
+                 CriticalKV<AdaKV<SnapKV>>,
+                 kvtrim::ChunkKV<>,
+                 kvtrim::Tova,
+                 kvtrim::KeyDiff,
+                 kvtrim::KeyNorm,
+                 kvtrim::ExpectedAttention,
+                 kvtrim::LagKV,
+                 kvtrim::QFilter,
+                 kvtrim::CurKV,
+                 kvtrim::RKV,
+                 kvtrim::Random,
+                 kvtrim::External,
+                 PageSelector<kvtrim::WindowParams>,
+                 PageSelector<kvtrim::KeyDiffParams>,
+                 PageSelector<kvtrim::AccumulateParams>,
+                 PageSelector<kvtrim::ExternalParams>>;
 
 namespace detail {
 
@@ -288,27 +292,41 @@ class PolicySpec {
     return P(p);
   }
 
-  [[nodiscard]] kvtrim::StreamingSink streaming(std::int32_t keep,
-                                                kvtrim::SinkForm form_otherwise) const {
-    kvtrim::StreamingSink::Params p;
-    p.sinks = values_.integer("sinks", p.sinks);
-    p.form = values_.word("form",
-                          form_otherwise,
-                          {{"exact", kvtrim::SinkForm::exact}, {"pages", kvtrim::SinkForm::pages}});
-    p.recent = std::max<std::int64_t>(1, keep - p.sinks);
-    return kvtrim::StreamingSink(p);
+  [[nodiscard]] AnyPolicy streaming(std::int32_t keep, kvtrim::SinkForm form_otherwise) const {
+    using kvtrim::SinkForm;
+    const std::int64_t sinks = values_.integer("sinks", 4);
+    const std::int64_t recent = std::max<std::int64_t>(1, keep - sinks);
+    if (values_.word("form",
+                     form_otherwise,
+                     {{"exact", SinkForm::exact}, {"pages", SinkForm::pages}}) == SinkForm::exact) {
+      return kvtrim::StreamingSink<SinkForm::exact>({.sinks = sinks, .recent = recent});
+    }
+    return kvtrim::StreamingSink<SinkForm::pages>({.sinks = sinks, .recent = recent});
   }
 
-  [[nodiscard]] kvtrim::HeavyHitter heavy_hitter(std::int32_t keep) const {
+  [[nodiscard]] AnyPolicy heavy_hitter(std::int32_t keep) const {
     using kvtrim::HeavyMode;
-    kvtrim::HeavyHitter::Params p;
-    p.mode = values_.word("mode",
-                          p.mode,
-                          {{"real_drop", HeavyMode::real_drop},
-                           {"greedy", HeavyMode::greedy},
-                           {"promote", HeavyMode::promote}});
+    switch (values_.word("mode",
+                         HeavyMode::real_drop,
+                         {{"real_drop", HeavyMode::real_drop},
+                          {"greedy", HeavyMode::greedy},
+                          {"promote", HeavyMode::promote}})) {
+      case HeavyMode::real_drop:
+        return heavy_hitter_of<HeavyMode::real_drop>(keep);
+      case HeavyMode::greedy:
+        return heavy_hitter_of<HeavyMode::greedy>(keep);
+      case HeavyMode::promote:
+        return heavy_hitter_of<HeavyMode::promote>(keep);
+    }
+    return kvtrim::Full{};
+  }
+
+  template <kvtrim::HeavyMode Mode>
+  [[nodiscard]] AnyPolicy heavy_hitter_of(std::int32_t keep) const {
+    using H = kvtrim::HeavyHitter<kvtrim::AccumulateParams, Mode>;
+    typename H::Params p;
     p.sinks = values_.integer("sinks", p.sinks);
-    const double recent = values_.number("recent", p.mode == HeavyMode::greedy ? 0 : 0.5);
+    const double recent = values_.number("recent", Mode == kvtrim::HeavyMode::greedy ? 0 : 0.5);
     if (recent < 0) values_.fail("recent", "is negative");
     p.recent = std::llround(recent < 1 ? recent * keep : recent);
     if (recent > 0) p.recent = std::max<std::int64_t>(1, p.recent);  // a share of a small budget
@@ -318,13 +336,12 @@ class PolicySpec {
     p.decay = static_cast<float>(values_.number("decay", 1));
     p.age_normalised = values_.yes("age", false);
     p.squared = values_.yes("squared", false);
-    return kvtrim::HeavyHitter(p);
+    return H(p);
   }
 
   [[nodiscard]] SnapKV::Params snapkv(std::int32_t keep) const {
     const bool maxima = values_.word("config", false, {{"paper", false}, {"maxima", true}});
-    kvtrim::SnapKVSelector::Params p =
-        maxima ? kvtrim::SnapKVSelector::maxima(keep) : kvtrim::SnapKVSelector::Params{};
+    SnapKV::Params p = maxima ? SnapKV::maxima(keep) : SnapKV::Params{};
     const kvtrim::WindowParams w = window_params({static_cast<std::int32_t>(p.window),
                                                   static_cast<std::int32_t>(p.kernel),
                                                   p.rows,

@@ -6,7 +6,7 @@
 #include <kvtrim/policy/snapkv_selector.hpp>
 
 #if defined(KVTRIM_TEST_VALID)
-kvtrim::CriticalKV<kvtrim::SnapKVSelector> policy;
+kvtrim::CriticalKV<kvtrim::SnapKVSelector<>> policy;
 #else
 kvtrim::CriticalKV<kvtrim::PageSelector<>> policy;
 #endif

@@ -221,7 +221,8 @@ TEST_CASE("counts: a sliding window in pages moves no byte and reads no key", "[
 TEST_CASE("counts: a decode step of H2O moves at most one row per head and reads no key",
           "[counts]") {
   Layer layer;
-  const HeavyHitter policy({.heavy = rows / 2, .recent = rows / 2, .mode = HeavyMode::promote});
+  const HeavyHitter<AccumulateParams, HeavyMode::promote> policy(
+      {.heavy = rows / 2, .recent = rows / 2});
   layer.append(1);
   const CacheView view = layer.cache.view();
   const std::vector<float> probabilities(query_heads * (rows + 1), 1.0F / (rows + 1));

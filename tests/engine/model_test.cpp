@@ -146,7 +146,8 @@ TEST_CASE(
     const auto s = *cache.try_create();
     const auto rows = static_cast<std::int32_t>(ids.size());
     const std::int32_t budget = kvtrim::rows_kept(rows, 0.75);
-    const kvtrim::AdaKV<kvtrim::SnapKVSelector> policy({.inner = {.budget = budget}, .over = over});
+    const kvtrim::AdaKV<kvtrim::SnapKVSelector<>> policy(
+        {.inner = {.budget = budget}, .over = over});
     program::Needs needs;
     needs.add(program::PolicySpec("adakv").make(budget, kvtrim::SinkForm::exact));
     program::Evictor evictor(model, cache, needs);

@@ -237,7 +237,7 @@ TEST_CASE("apply: overwriting moves at most one row per head, the next append ta
 
 TEST_CASE("apply: a second apply, and one after any change of the cache, is stale",
           "[apply][fault]") {
-  const StreamingSink policy({.sinks = 2, .recent = 5, .form = SinkForm::exact});
+  const StreamingSink<SinkForm::exact> policy({.sinks = 2, .recent = 5});
   TaggedCache c({.pages = 32, .sequences = 3, .max_rows = 40});
   c.tags_checked = false;
   REQUIRE(c.append(0, 16) == Status::ok);

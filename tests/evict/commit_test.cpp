@@ -454,7 +454,7 @@ TEST_CASE("commit: streaming drops pages behind padding and keeps its sinks",
 
 TEST_CASE("commit: without an apply, or after a change, or twice, nothing is written",
           "[commit][fault]") {
-  const StreamingSink policy({.sinks = 2, .recent = 5, .form = SinkForm::exact});
+  const StreamingSink<SinkForm::exact> policy({.sinks = 2, .recent = 5});
   TaggedCache c({.sequences = 2, .max_rows = 40});
   REQUIRE(c.append(0, 16) == Status::ok);
   const CacheView view = c.view();

@@ -205,7 +205,7 @@ void run(const P& policy, const KeepRule& rule, std::uint64_t variants = 3) {
 }  // namespace
 
 TEST_CASE("dense: streaming exact attends to its kept rows alone", "[dense][streaming][property]") {
-  const StreamingSink policy({.sinks = sinks, .recent = 11, .form = SinkForm::exact});
+  const StreamingSink<SinkForm::exact> policy({.sinks = sinks, .recent = 11});
   run(policy, {.budget = sinks + 11, .sinks = sinks, .recent = 11});
 }
 
@@ -225,12 +225,12 @@ TEST_CASE("dense: h2o real_drop in intervals, with grace", "[dense][h2o][propert
 }
 
 TEST_CASE("dense: h2o greedy attends to its kept rows alone", "[dense][h2o][property]") {
-  const HeavyHitter policy({.heavy = 12, .recent = 0, .mode = HeavyMode::greedy});
+  const HeavyHitter<AccumulateParams, HeavyMode::greedy> policy({.heavy = 12, .recent = 0});
   run(policy, {.budget = 12});
 }
 
 TEST_CASE("dense: h2o promote attends to its kept rows alone", "[dense][h2o][property]") {
-  const HeavyHitter policy({.heavy = 7, .recent = 4, .mode = HeavyMode::promote});
+  const HeavyHitter<AccumulateParams, HeavyMode::promote> policy({.heavy = 7, .recent = 4});
   run(policy, {.budget = 11, .recent = 4, .promote = true});
 }
 

@@ -142,7 +142,7 @@ TEST_CASE("evict: one call does what the three stages do", "[evict]") {
   TaggedCache three({.max_rows = 40});
   REQUIRE(one.append(0, 23) == Status::ok);
   REQUIRE(three.append(0, 23) == Status::ok);
-  const StreamingSink policy({.sinks = 3, .recent = 6, .form = SinkForm::exact});
+  const StreamingSink<SinkForm::exact> policy({.sinks = 3, .recent = 6});
   const Report a = one.evict(policy);
   const CacheView view = three.view();
   std::vector<std::byte> workspace(plan_workspace_bytes(policy, plan_shape(view)));
@@ -161,7 +161,7 @@ TEST_CASE("evict: one call does what the three stages do", "[evict]") {
 TEST_CASE("evict: a view of one sequence leaves the others alone", "[evict]") {
   TaggedCache c({.pages = 60, .kv_heads = 2, .sequences = 3, .max_rows = 40});
   for (std::int32_t s = 0; s < 3; ++s) { REQUIRE(c.append(s, 20) == Status::ok); }
-  const StreamingSink policy({.sinks = 3, .recent = 6, .form = SinkForm::exact});
+  const StreamingSink<SinkForm::exact> policy({.sinks = 3, .recent = 6});
   REQUIRE(c.evict(policy, c.view(1)).status == Status::ok);
   CHECK(c.kept(0).size() == 20);
   CHECK(c.kept(1) == std::vector<std::int32_t>{0, 1, 2, 14, 15, 16, 17, 18, 19});

@@ -57,7 +57,7 @@ TEST_CASE("plan: it lists what stays and what goes, for every way of removal", "
 }
 
 TEST_CASE("plan: a hole is not a kept row of a table that nothing leaves", "[plan][edge]") {
-  const StreamingSink policy({.sinks = 2, .recent = 5, .form = SinkForm::exact});
+  const StreamingSink<SinkForm::exact> policy({.sinks = 2, .recent = 5});
   TaggedCache c({.max_rows = 24});
   REQUIRE(c.append(0, 8) == Status::ok);
   REQUIRE(c.evict(policy).status == Status::ok);

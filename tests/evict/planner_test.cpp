@@ -521,7 +521,7 @@ TEST_CASE("planner: sinks_follow needs a policy that keeps those sinks", "[plann
 
 TEST_CASE("planner: in_cache numbers every row, also after a cut that kept positions",
           "[planner][edge]") {
-  const StreamingSink policy({.sinks = 1, .recent = 6, .form = SinkForm::exact});
+  const StreamingSink<SinkForm::exact> policy({.sinks = 1, .recent = 6});
   TaggedCache c({.max_rows = 32});
   REQUIRE(c.append(0, 20) == Status::ok);
   REQUIRE(c.evict(policy).status == Status::ok);  // positions kept: 0, 14..19
@@ -546,7 +546,7 @@ TEST_CASE("planner: a fault in the tables is reported before anything is planned
   TaggedCache c({.pages = 30, .sequences = 2, .max_rows = 32});
   REQUIRE(c.append(0, 12) == Status::ok);
   REQUIRE(c.append(1, 9) == Status::ok);
-  const StreamingSink policy({.sinks = 1, .recent = 3, .form = SinkForm::exact});
+  const StreamingSink<SinkForm::exact> policy({.sinks = 1, .recent = 3});
   const CacheView good = c.cache.view();
   std::vector<std::int32_t> ids;
   for (std::int32_t s = 0; s < 2; ++s) {

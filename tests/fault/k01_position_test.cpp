@@ -38,7 +38,7 @@ TEST_CASE("B001 the newest key is renumbered in the step that evicts, with all o
     TestCache t(small());
     t.rotation = plain_rotation(8);
     const SequenceId s = t.create();
-    const StreamingSink policy({.sinks = 4, .recent = 4, .form = SinkForm::exact});
+    const StreamingSink<SinkForm::exact> policy({.sinks = 4, .recent = 4});
     const Rerotator rerotator(t.cache.view(s), t.rotation->rope(), PositionMode::in_cache);
     Input in;
     in.options.removal = way;
@@ -99,7 +99,7 @@ TEST_CASE("B004 with positions kept the next token goes on at 20, whatever the 8
   t.rotation = plain_rotation(8);
   const SequenceId other = t.filled(3);
   const SequenceId s = t.create();
-  const StreamingSink policy({.sinks = 2, .recent = 6, .form = SinkForm::exact});
+  const StreamingSink<SinkForm::exact> policy({.sinks = 2, .recent = 6});
   for (std::int32_t token = 0; token < 20; ++token) {
     REQUIRE(t.append(s, 1) == Status::ok);
     REQUIRE(evict(policy, t, s).report.status == Status::ok);
@@ -131,7 +131,7 @@ TEST_CASE("B007 components beyond the rotary dimension stay bit-identical", "[po
       const Rerotator rerotator(t.cache.view(s), partial.rope(), PositionMode::in_cache);
       Input in;
       in.options.rerotator = &rerotator;
-      const StreamingSink policy({.sinks = 0, .recent = 8, .form = SinkForm::exact});
+      const StreamingSink<SinkForm::exact> policy({.sinks = 0, .recent = 8});
       REQUIRE(evict(policy, t, s, in).report.status == Status::ok);  // delta -3
       const std::vector<Row> after = t.ordered_rows(s, 0, 1);
       REQUIRE(t.ropes(s, 0, 1) == range(0, 8));
@@ -163,7 +163,7 @@ TEST_CASE("B008 layers with different RoPE bases are each rotated with their own
   const Rerotator rerotator(view, bases.rope(), PositionMode::in_cache);
   Input in;
   in.options.rerotator = &rerotator;
-  const StreamingSink policy({.sinks = 0, .recent = 2, .form = SinkForm::exact});
+  const StreamingSink<SinkForm::exact> policy({.sinks = 0, .recent = 2});
   REQUIRE(evict(policy, t, s, in).report.status == Status::ok);  // delta -1000
   const Row a = t.ordered_rows(s, 0)[0];
   const Row b = t.ordered_rows(s, 1)[0];
@@ -229,7 +229,7 @@ TEST_CASE("B010 after any eviction the next query stands one behind the newest k
     in.budgets = {keep};
     in.options.removal = ways[index(below(4))];
     in.options.rerotator = &rerotator;
-    const HeavyHitter policy({.heavy = 1, .recent = 0, .mode = HeavyMode::greedy});
+    const HeavyHitter<AccumulateParams, HeavyMode::greedy> policy({.heavy = 1, .recent = 0});
     REQUIRE(evict(policy, t, s, in).report.status == Status::ok);
     ++done;
     ++taken[index(static_cast<std::int32_t>(in.options.removal))];
@@ -268,7 +268,7 @@ TEST_CASE("B011 the model's own RoPE base reaches the keys: there is none by def
   const Rerotator rerotator(view, rope, PositionMode::in_cache);
   Input in;
   in.options.rerotator = &rerotator;
-  const StreamingSink policy({.sinks = 0, .recent = 2, .form = SinkForm::exact});
+  const StreamingSink<SinkForm::exact> policy({.sinks = 0, .recent = 2});
   REQUIRE(evict(policy, t, s, in).report.status == Status::ok);
   const Row row = t.ordered_rows(s)[0];
   CHECK(std::abs(row.key[1] - 0.15594F) < 1e-5F);   // 10,000 would give -0.83907

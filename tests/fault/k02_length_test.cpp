@@ -8,11 +8,13 @@
 
 #include "../catch.hpp"
 #include "fault_support.hpp"
+#include "support/each_value.hpp"
 
 #include <array>
 
 using namespace kvtrim;
 using namespace kvtrim::fault;
+using kvtrim::test::for_each_value;
 
 namespace {
 
@@ -28,12 +30,12 @@ PagedCache::Params scored(std::int32_t kv_heads = 2) {
 }
 
 // One query's probabilities over the live rows, a function of the positions alone.
-void attend(TestCache& t, SequenceId s, const HeavyHitter& policy, std::int32_t step) {
+void attend(TestCache& t, SequenceId s, const AccumulateParams& params, std::int32_t step) {
   const CacheView view = t.cache.view(s);
   for (std::int32_t h = 0; h < view.kv_heads; ++h) {
     std::vector<float> p;
     for (const Row& r : t.rows(s, 0, h)) { p.push_back(0.5F + 0.5F * noise(r.position, h, step)); }
-    accumulate_probabilities(policy.scorer(), {view, {}, {}, HeadId{h}}, {p.data(), 1, 0});
+    accumulate_probabilities(params, {view, {}, {}, HeadId{h}}, {p.data(), 1, 0});
   }
 }
 
@@ -46,7 +48,7 @@ TEST_CASE("B013 a sliding layer next to a full one does not shorten the sequence
   p.scope = TableScope::layer;
   TestCache t(p);
   const SequenceId s = t.create();
-  const StreamingSink sliding({.sinks = 0, .recent = 1000, .form = SinkForm::exact});
+  const StreamingSink<SinkForm::exact> sliding({.sinks = 0, .recent = 1000});
   Input in;
   in.budgets = {4, 1000};  // layer 0: W = 4, layer 1: full
   in.budget_rows = {2, 1, 0};
@@ -75,8 +77,9 @@ TEST_CASE("B015 a reset after evictions leaves neither their holes nor their num
   in.options.rerotator = &rerotator;
   for (std::int32_t token = 0; token < 13; ++token) {
     REQUIRE(t.append(s, 1) == Status::ok);
-    REQUIRE(evict(StreamingSink({.sinks = 2, .recent = 4, .form = SinkForm::exact}), t, s, in)
-                .report.status == Status::ok);
+    REQUIRE(
+        evict(StreamingSink<SinkForm::exact>({.sinks = 2, .recent = 4}), t, s, in).report.status ==
+        Status::ok);
   }
   REQUIRE(t.cache.state(s).append_row >= 0);
   t.cache.reset(s);
@@ -102,8 +105,8 @@ TEST_CASE("B016 removing the last tokens after an eviction counts tokens, not sl
   const SequenceId s = t.create();
   for (std::int32_t token = 0; token < 12; ++token) {
     REQUIRE(t.append(s, 1) == Status::ok);
-    REQUIRE(evict(StreamingSink({.sinks = 2, .recent = 4, .form = SinkForm::exact}), t, s)
-                .report.status == Status::ok);
+    REQUIRE(evict(StreamingSink<SinkForm::exact>({.sinks = 2, .recent = 4}), t, s).report.status ==
+            Status::ok);
   }
   REQUIRE(t.positions(s) == Rows{0, 1, 8, 9, 10, 11});
   CHECK(t.cache.try_remove_last(s, 0) == Status::ok);
@@ -120,38 +123,38 @@ TEST_CASE("B016 removing the last tokens after an eviction counts tokens, not sl
 
 TEST_CASE("B017 one policy object plans for the second sequence as a fresh one does",
           "[length][fault]") {
-  for (const HeavyMode mode : {HeavyMode::real_drop, HeavyMode::promote}) {
-    const HeavyHitter::Params params{.heavy = 6, .recent = 10, .mode = mode};
-    const HeavyHitter policy(params);
+  for_each_value<HeavyMode::real_drop, HeavyMode::promote>([&](auto mode) {
+    using H = HeavyHitter<AccumulateParams, mode>;
+    const H policy({.heavy = 6, .recent = 10});
     TestCache used(scored());
     const SequenceId a = used.filled(30);
-    attend(used, a, policy, 1);
+    attend(used, a, policy.scorer(), 1);
     REQUIRE(evict(policy, used, a).report.status == Status::ok);
     for (std::int32_t step = 0; step < 5; ++step) {
       REQUIRE(used.append(a, 1) == Status::ok);
-      attend(used, a, policy, step);
+      attend(used, a, policy.scorer(), step);
       REQUIRE(evict(policy, used, a).report.status == Status::ok);
     }
     used.cache.destroy(a);
     const SequenceId b = used.filled(30);
-    attend(used, b, policy, 2);
+    attend(used, b, policy.scorer(), 2);
 
     TestCache fresh(scored());
     const SequenceId c = fresh.filled(30);
-    attend(fresh, c, HeavyHitter(params), 2);
+    attend(fresh, c, policy.scorer(), 2);
     const CacheView view_b = used.cache.view(b);
     const CacheView view_c = fresh.cache.view(c);
     Prepared for_b(view_b, {});
     Prepared for_c(view_c, {});
     const PlanRef plan_b = for_b.plan(policy, view_b);
-    const PlanRef plan_c = for_c.plan(HeavyHitter(params), view_c);
+    const PlanRef plan_c = for_c.plan(H(policy.params()), view_c);
     REQUIRE(plan_b.status() == Status::ok);
     CHECK(plan_b.evicted_rows() == 2 * 14);
     for (const std::int32_t h : {0, 1}) {
       CHECK(std::ranges::equal(plan_b.kept_list({}, {}, HeadId{h}),
                                plan_c.kept_list({}, {}, HeadId{h})));
     }
-  }
+  });
 }
 
 TEST_CASE("B017 with a budget of 16, at most 16 rows are live after each of 100 decode steps",
@@ -161,18 +164,19 @@ TEST_CASE("B017 with a budget of 16, at most 16 rows are live after each of 100 
     const SequenceId s = t.filled(30);
     const HeavyHitter any;
     for (std::int32_t step = 0; step < 100; ++step) {
-      attend(t, s, any, step);
+      attend(t, s, any.scorer(), step);
       REQUIRE(evict(policy, t, s).report.status == Status::ok);
       CHECK(t.cache.live_rows(s) <= 16);
       CHECK((exactly < 0 || t.cache.live_rows(s) == exactly));
       REQUIRE(t.append(s, 1) == Status::ok);
     }
   };
-  decode(StreamingSink({.sinks = 4, .recent = 12, .form = SinkForm::exact}), 16);
+  decode(StreamingSink<SinkForm::exact>({.sinks = 4, .recent = 12}), 16);
   decode(StreamingSink({.sinks = 4, .recent = 12, .hard_budget = 16}), -1);
   decode(HeavyHitter({.heavy = 8, .recent = 8}), 16);
-  decode(HeavyHitter({.heavy = 6, .recent = 8, .sinks = 2, .mode = HeavyMode::promote}), 16);
-  decode(HeavyHitter({.heavy = 16, .recent = 0, .mode = HeavyMode::greedy}), 16);
+  decode(HeavyHitter<AccumulateParams, HeavyMode::promote>({.heavy = 6, .recent = 8, .sinks = 2}),
+         16);
+  decode(HeavyHitter<AccumulateParams, HeavyMode::greedy>({.heavy = 16, .recent = 0}), 16);
   decode(HeavyHitter({.heavy = 8, .recent = 8, .removal = Removal::fill_holes}), 16);
 }
 
@@ -189,7 +193,7 @@ TEST_CASE("B018 a token keeps its position through a shift, and a plan from befo
       return std::find(gone.begin(), gone.end(), p) == gone.end() ? 1.0F : 0.0F;
     };
   };
-  const HeavyHitter policy({.heavy = 8, .recent = 0, .mode = HeavyMode::greedy});
+  const HeavyHitter<AccumulateParams, HeavyMode::greedy> policy({.heavy = 8, .recent = 0});
   const CacheView view = t.cache.view(s);
   PlanOptions renumber;
   renumber.rerotator = &rerotator;

@@ -8,10 +8,12 @@
 
 #include "../catch.hpp"
 #include "fault_support.hpp"
+#include "support/each_value.hpp"
 
 using namespace kvtrim;
 using namespace kvtrim::fault;
 using Catch::Matchers::ContainsSubstring;
+using kvtrim::test::for_each_value;
 
 namespace {
 
@@ -31,7 +33,7 @@ struct Prompt {
     const Queries q = make_queries(0, n, 4, 4);
     ring->push(s, {}, n, q.data.data(), q.positions.data());
   }
-  Outcome evict(const SnapKVSelector& policy) {
+  Outcome evict(const SnapKVSelector<>& policy) {
     Input in;
     in.queries = ring->queries(s);
     return fault::evict(policy, t, s, in);
@@ -98,7 +100,7 @@ TEST_CASE("B023 a fraction removed never rounds a prompt down to nothing", "[sho
     Input in;
     in.score = scores_of({});
     in.budgets = {rows_kept(n, 1.0)};
-    const HeavyHitter policy({.heavy = 4, .recent = 0, .mode = HeavyMode::greedy});
+    const HeavyHitter<AccumulateParams, HeavyMode::greedy> policy({.heavy = 4, .recent = 0});
     REQUIRE(evict(policy, t, s, in).report.status == Status::ok);
     CHECK(t.cache.live_rows(s) == 1);
     in.budgets = {0};
@@ -145,17 +147,17 @@ TEST_CASE("B029 a window beyond the cache is legal and keeps all", "[short][faul
   const StreamingSink wider({.sinks = 4, .recent = 5000, .capacity = 1151});
   CHECK(wide.params().recent == 1147);
   CHECK(wide.params().recent == wider.params().recent);  // one and the same window
-  for (const SinkForm form : {SinkForm::pages, SinkForm::exact}) {
+  for_each_value<SinkForm::pages, SinkForm::exact>([&](auto form) {
     TestCache t({.pages = 1151, .page_size = 1, .kv_heads = 1, .key_dim = 1, .value_dim = 1});
     const SequenceId s = t.filled(1151);
     for (const std::int64_t capacity : {std::int64_t{0}, std::int64_t{1151}}) {
-      const StreamingSink policy({.sinks = 4, .recent = 4096, .form = form, .capacity = capacity});
+      const StreamingSink<form> policy({.sinks = 4, .recent = 4096, .capacity = capacity});
       const Outcome out = evict(policy, t, s);
       CHECK(out.report.status == Status::ok);
       CHECK(out.report.evicted_rows == 0);
       CHECK(t.cache.live_rows(s) == 1151);
     }
-  }
+  });
 }
 
 TEST_CASE("B030 a chunk longer than the window leaves sinks and window, and no more",
@@ -164,7 +166,7 @@ TEST_CASE("B030 a chunk longer than the window leaves sinks and window, and no m
   for (const Removal way : {Removal::automatic, Removal::stable_pack, Removal::fill_holes}) {
     TestCache t(small(8, 4));
     const SequenceId s = t.filled(12);
-    const StreamingSink policy({.sinks = 4, .recent = 8, .form = SinkForm::exact});
+    const StreamingSink<SinkForm::exact> policy({.sinks = 4, .recent = 8});
     Input in;
     in.options.removal = way;
     REQUIRE(evict(policy, t, s, in).report.status == Status::ok);

@@ -3,11 +3,13 @@
 
 #include "../catch.hpp"
 #include "fault_support.hpp"
+#include "support/each_value.hpp"
 
 #include <array>
 
 using namespace kvtrim;
 using namespace kvtrim::fault;
+using kvtrim::test::for_each_value;
 
 namespace {
 
@@ -27,7 +29,7 @@ TEST_CASE("B031 with room made first, a window of W shows a query W keys, its ow
   const auto visible = [](std::int64_t sinks, std::int64_t window, std::int32_t last) {
     TestCache t(small(8, 4));
     const SequenceId s = t.create();
-    const StreamingSink policy({.sinks = sinks, .recent = window, .form = SinkForm::exact});
+    const StreamingSink<SinkForm::exact> policy({.sinks = sinks, .recent = window});
     for (std::int32_t query = 0; query <= last; ++query) {
       REQUIRE(evict(policy.make_room(1), t, s).report.status == Status::ok);
       REQUIRE(t.append(s, 1) == Status::ok);  // here the query at this position attends
@@ -82,7 +84,7 @@ TEST_CASE("B034 the window slides at the first token above it, not one early or 
           "[border][fault]") {
   TestCache t(small(8, 4));
   const SequenceId s = t.filled(6);
-  const StreamingSink policy({.sinks = 0, .recent = 8, .form = SinkForm::exact});
+  const StreamingSink<SinkForm::exact> policy({.sinks = 0, .recent = 8});
   const std::array<Rows, 4> expected{range(0, 7), range(0, 8), range(1, 9), range(2, 10)};
   for (std::int32_t length = 7; length <= 10; ++length) {
     REQUIRE(t.append(s, 1) == Status::ok);
@@ -116,7 +118,7 @@ TEST_CASE("B037 any delta is rotated by its own angle: there is no table to run 
   const Rerotator rerotator(t.cache.view(s), t.rotation->rope(), PositionMode::in_cache);
   Input in;
   in.options.rerotator = &rerotator;
-  const StreamingSink policy({.sinks = 4, .recent = 1, .form = SinkForm::exact});
+  const StreamingSink<SinkForm::exact> policy({.sinks = 4, .recent = 1});
   REQUIRE(evict(policy, t, s, in).report.status == Status::ok);
   CHECK(t.positions(s) == Rows{0, 1, 2, 3} + Rows{4095});
   CHECK(t.raw_key_error(s) < 1e-5);
@@ -125,7 +127,7 @@ TEST_CASE("B037 any delta is rotated by its own angle: there is no table to run 
 TEST_CASE("B038 max_pages counts the page more that a sliding window straddles",
           "[border][fault]") {
   // Peak over a run, the step that is attended before it is cut included.
-  const auto peak = [](const StreamingSink& policy, std::int32_t page_size, std::int32_t chunk) {
+  const auto peak = [](const auto& policy, std::int32_t page_size, std::int32_t chunk) {
     TestCache t(small(60, page_size));
     const SequenceId s = t.create();
     std::int32_t most = 0;
@@ -142,12 +144,12 @@ TEST_CASE("B038 max_pages counts the page more that a sliding window straddles",
   const StreamingSink with_sinks({.sinks = 4, .recent = 8});
   CHECK(with_sinks.max_pages(4) == 4);
   CHECK(peak(with_sinks, 4, 1) == 4);
-  for (const SinkForm form : {SinkForm::pages, SinkForm::exact}) {
+  for_each_value<SinkForm::pages, SinkForm::exact>([&](auto form) {
     for (const std::int64_t sinks : {0, 1, 4, 6}) {
       for (const std::int64_t recent : {1, 2, 7, 8, 9, 10}) {
         for (const std::int32_t page_size : {1, 3, 4}) {
           for (const std::int32_t chunk : {1, 2, 5}) {
-            const StreamingSink policy({.sinks = sinks, .recent = recent, .form = form});
+            const StreamingSink<form> policy({.sinks = sinks, .recent = recent});
             INFO("sinks " << sinks << ", recent " << recent << ", page size " << page_size
                           << ", chunk " << chunk << ", exact " << (form == SinkForm::exact));
             CHECK(peak(policy, page_size, chunk) <= policy.max_pages(page_size, chunk));
@@ -155,5 +157,5 @@ TEST_CASE("B038 max_pages counts the page more that a sliding window straddles",
         }
       }
     }
-  }
+  });
 }

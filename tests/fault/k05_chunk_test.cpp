@@ -113,7 +113,7 @@ TEST_CASE("B039 four chunks of 8 keep what one chunk of 32 keeps", "[chunk][faul
     INFO("chunks of " << chunk);
     TestCache t(small(64));
     const SequenceId s = t.create();
-    const StreamingSink policy({.sinks = 2, .recent = 6, .form = SinkForm::exact});
+    const StreamingSink<SinkForm::exact> policy({.sinks = 2, .recent = 6});
     for (std::int32_t n = 0; n < 32; n += chunk) {
       REQUIRE(t.append(s, std::min(chunk, 32 - n)) == Status::ok);
       REQUIRE(evict(policy, t, s).report.status == Status::ok);
@@ -201,7 +201,7 @@ TEST_CASE("B043 a suffix kept at absolute positions attends as the same tokens a
     const std::int32_t tokens = std::accumulate(chunks.begin(), chunks.end(), 0);
     const std::int32_t start = tokens - 128;
     INFO(chunks.size() << " chunks, suffix at " << start);
-    const StreamingSink policy({.sinks = 0, .recent = 128, .form = SinkForm::exact});
+    const StreamingSink<SinkForm::exact> policy({.sinks = 0, .recent = 128});
     TestCache t(small(700));
     t.rotation = plain_rotation(dim);
     const SequenceId s = t.create();

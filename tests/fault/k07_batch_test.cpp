@@ -8,12 +8,14 @@
 
 #include "../catch.hpp"
 #include "fault_support.hpp"
+#include "support/each_value.hpp"
 
 #include <array>
 #include <memory>
 
 using namespace kvtrim;
 using namespace kvtrim::fault;
+using kvtrim::test::for_each_value;
 
 namespace {
 
@@ -39,18 +41,18 @@ TEST_CASE("B051 left padding is never a sink, never counted, never scored", "[ba
     const auto engine = padded();
     engine->fill(0, 3);
     engine->fill(1, 8);
-    const StreamingSink policy({.sinks = 2, .recent = 2, .form = SinkForm::exact});
+    const StreamingSink<SinkForm::exact> policy({.sinks = 2, .recent = 2});
     CHECK(evict_engine(policy, *engine).report.status == Status::ok);
     CHECK(engine->tags(0) == Rows{0, 1, 2});
     CHECK(engine->lengths[0] == 3);
     for (const std::int32_t h : {0, 1}) { CHECK(engine->tags(1, h) == Rows{0, 1, 6, 7}); }
   }
-  for (const SinkForm form : {SinkForm::exact, SinkForm::pages}) {
+  for_each_value<SinkForm::exact, SinkForm::pages>([&](auto form) {
     // A has rows enough to lose some: the same ones as alone.
     const auto engine = padded();
     engine->fill(0, 11);
     engine->fill(1, 16);
-    const StreamingSink policy({.sinks = 2, .recent = 2, .form = form});
+    const StreamingSink<form> policy({.sinks = 2, .recent = 2});
     CHECK(evict_engine(policy, *engine).report.status == Status::ok);
     if (form == SinkForm::exact) {
       CHECK(engine->tags(0) == Rows{0, 1, 9, 10});
@@ -59,7 +61,7 @@ TEST_CASE("B051 left padding is never a sink, never counted, never scored", "[ba
       CHECK(engine->tags(0) == Rows{0, 1, 2, 7, 8, 9, 10});
       CHECK(engine->tags(1, 1) == Rows{0, 1, 2, 3, 12, 13, 14, 15});
     }
-  }
+  });
   {
     // Scored by queries: the batch of padded and unpadded keeps what each keeps alone, NaN in the padding or not.
     const SnapKVSelector policy({.window = 2, .budget = 5, .sinks = 1});
@@ -144,7 +146,7 @@ TEST_CASE("B054 the shift reaches the sequence it is for, whichever it is", "[ba
   };
   const auto before0 = keys(s[0]);
   const auto before1 = keys(s[1]);
-  const StreamingSink policy({.sinks = 0, .recent = 100, .form = SinkForm::exact});
+  const StreamingSink<SinkForm::exact> policy({.sinks = 0, .recent = 100});
   {
     const Rerotator rerotator(t.cache.view(s[2]), t.rotation->rope(), PositionMode::in_cache);
     Input in;

@@ -130,7 +130,7 @@ TEST_CASE("B059 1,000 decode steps with renumbering cost a bf16 key one rotation
   const Rerotator rerotator(t.cache.view(s), t.rotation->rope(), PositionMode::in_cache);
   Input in;
   in.options.rerotator = &rerotator;
-  const StreamingSink policy({.sinks = 4, .recent = 250, .form = SinkForm::exact});
+  const StreamingSink<SinkForm::exact> policy({.sinks = 4, .recent = 250});
   std::int32_t wrong = 0;
   double worst = 0;
   for (std::int32_t step = 1; step <= 1000; ++step) {
@@ -185,8 +185,8 @@ TEST_CASE("B061 window and sinks stay whatever the scores: protection is a range
         return t.positions(s);
       };
       CHECK(kept(HeavyHitter({.heavy = 2, .recent = 2, .sinks = 2})) == expected);
-      CHECK(kept(HeavyHitter({.heavy = 2, .recent = 2, .sinks = 2, .mode = HeavyMode::promote})) ==
-            expected);
+      CHECK(kept(HeavyHitter<AccumulateParams, HeavyMode::promote>(
+                {.heavy = 2, .recent = 2, .sinks = 2})) == expected);
       CHECK(kept(SnapKVSelector({.window = 2, .budget = 6, .sinks = 2})) == expected);
     }
   }

@@ -146,7 +146,8 @@ TEST_CASE("B065 NaN ranks lowest and is counted, -inf with it, then the tie rule
     Input in;
     in.score = scores_of(std::move(scores));
     in.options.removal = way;
-    const HeavyHitter policy({.heavy = 2, .recent = 0, .sinks = 1, .mode = HeavyMode::greedy});
+    const HeavyHitter<AccumulateParams, HeavyMode::greedy> policy(
+        {.heavy = 2, .recent = 0, .sinks = 1});
     const Outcome out = evict(policy, t, s, in);
     CHECK(out.report.status == Status::ok);
     CHECK(out.report.nan_count == nan);
@@ -218,7 +219,7 @@ TEST_CASE("B067 no stage touches a null or reserved page beyond the length, nor 
     in.options.removal = way;
     std::array<PageId, 8> freed{};
     DenseTables sink(view, ids, lengths.data(), nullptr, freed);
-    if constexpr (std::is_same_v<std::decay_t<decltype(policy)>, HeavyHitter>) {
+    if constexpr (std::is_same_v<std::decay_t<decltype(policy)>, HeavyHitter<>>) {
       in.score = [](std::int32_t s, std::int32_t p, std::int32_t, std::int32_t) {
         return noise(s, p);
       };

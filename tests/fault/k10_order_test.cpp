@@ -124,7 +124,6 @@ TEST_CASE("B071 pages are freed tail first, now or later", "[order][fault]") {
   TestCache t({.pages = 8, .page_size = 4, .kv_heads = 1, .key_dim = 2, .value_dim = 2});
   const SequenceId s = t.filled(32);
   const Rows pages = t.pages(s);
-  const Outcome out =
-      evict(StreamingSink({.sinks = 4, .recent = 8, .form = SinkForm::exact}), t, s);
+  const Outcome out = evict(StreamingSink<SinkForm::exact>({.sinks = 4, .recent = 8}), t, s);
   CHECK(out.released.at(0) == Rows{pages[7], pages[6], pages[5], pages[4], pages[3]});
 }

@@ -9,6 +9,7 @@
 
 #include "../catch.hpp"
 #include "fault_support.hpp"
+#include "support/each_value.hpp"
 
 #include <array>
 #include <random>
@@ -16,6 +17,7 @@
 using namespace kvtrim;
 using namespace kvtrim::fault;
 using Catch::Matchers::ContainsSubstring;
+using kvtrim::test::for_each_value;
 
 namespace {
 
@@ -38,14 +40,15 @@ std::vector<float> pooled(std::vector<float> in, Pooling pooling, std::int32_t k
 }  // namespace
 
 TEST_CASE("B080 a new token of score 0 is live until it leaves the window", "[score][fault]") {
-  const auto run = [](HeavyMode mode, std::int64_t grace, std::int64_t recent) {
+  const auto run = [](auto mode, std::int64_t grace, std::int64_t recent) {
     TestCache t(scored());
     const SequenceId s = t.filled(4);
     const std::array<float, 4> old{5, 4, 3, 2};
     for (const std::int32_t h : {0, 1}) {
       accumulate_probabilities({}, {t.cache.view(s), {}, {}, HeadId{h}}, {old.data(), 1, 0});
     }
-    const HeavyHitter policy({.heavy = 4 - recent, .recent = recent, .mode = mode, .grace = grace});
+    const HeavyHitter<AccumulateParams, mode> policy(
+        {.heavy = 4 - recent, .recent = recent, .grace = grace});
     for (std::int32_t token = 4; token < 44; ++token) {
       REQUIRE(t.append(s, 1) == Status::ok);
       REQUIRE(evict(policy, t, s).report.status == Status::ok);
@@ -57,15 +60,17 @@ TEST_CASE("B080 a new token of score 0 is live until it leaves the window", "[sc
       if (mode == HeavyMode::real_drop) { CHECK(live[1] == 1); }
     }
   };
-  run(HeavyMode::real_drop, 0, 2);
-  run(HeavyMode::promote, 0, 2);
-  run(HeavyMode::real_drop, 2, 0);  // grace does it as well
+  for_each_value<HeavyMode::real_drop, HeavyMode::promote>([&](auto mode) { run(mode, 0, 2); });
+  // Grace does it as well.
+  for_each_value<HeavyMode::real_drop>([&](auto mode) { run(mode, 2, 0); });
   CHECK_THAT(thrown_by([] { HeavyHitter({.heavy = 4, .recent = 0}); }),
              ContainsSubstring("recent 0"));
-  CHECK_THAT(thrown_by([] { HeavyHitter({.heavy = 4, .recent = 0, .mode = HeavyMode::promote}); }),
+  CHECK_THAT(thrown_by([] {
+               HeavyHitter<AccumulateParams, HeavyMode::promote>({.heavy = 4, .recent = 0});
+             }),
              ContainsSubstring("recent 0"));
   // Greedy is the algorithm as published, faults and all: it must be asked for by name.
-  CHECK_NOTHROW(HeavyHitter({.heavy = 4, .recent = 0, .mode = HeavyMode::greedy}));
+  CHECK_NOTHROW(HeavyHitter<AccumulateParams, HeavyMode::greedy>({.heavy = 4, .recent = 0}));
 }
 
 TEST_CASE("B082 one reset clears rows, positions and scores together", "[score][fault]") {

@@ -10,6 +10,7 @@
 
 #include "../catch.hpp"
 #include "fault_support.hpp"
+#include "support/each_value.hpp"
 
 #include <array>
 #include <map>
@@ -18,6 +19,7 @@
 
 using namespace kvtrim;
 using namespace kvtrim::fault;
+using kvtrim::test::for_each_value;
 
 namespace {
 
@@ -52,7 +54,7 @@ bool pool_adds_up(TestCache& t) {
 
 TEST_CASE("B089 6 of 8 pages are free at once, while a view, a plan and its copy exist",
           "[memory][fault]") {
-  for (const SinkForm form : {SinkForm::pages, SinkForm::exact}) {
+  for_each_value<SinkForm::pages, SinkForm::exact>([&](auto form) {
     TestCache t({.pages = 8,
                  .page_size = 4,
                  .kv_heads = 2,
@@ -61,7 +63,7 @@ TEST_CASE("B089 6 of 8 pages are free at once, while a view, a plan and its copy
                  .max_sequences = 2});
     const SequenceId s = t.filled(32);
     const CacheView view = t.cache.view(s);
-    const StreamingSink policy({.sinks = 4, .recent = 4, .form = form});
+    const StreamingSink<form> policy({.sinks = 4, .recent = 4});
     Prepared prepared(view, {});
     const PlanRef plan = prepared.plan(policy, view);
     Plan snapshot(plan);
@@ -80,7 +82,7 @@ TEST_CASE("B089 6 of 8 pages are free at once, while a view, a plan and its copy
     CHECK(apply(snapshot.ref(), view) == Status::stale_plan);
     CHECK(apply(plan, view) == Status::stale_plan);
     CHECK(t.positions(other, 0, 1) == range(0, 24));
-  }
+  });
 }
 
 TEST_CASE("B090 10,000 random steps with real evictions lose no page and no row",
@@ -248,7 +250,7 @@ TEST_CASE("B093 the only sequence is cut to its budget of 8 pages like any other
     const SequenceId s = t.filled(n);
     const Queries q = make_queries(n - 4, 4, 2, 4);
     Input in;
-    if constexpr (std::is_same_v<std::decay_t<decltype(policy)>, HeavyHitter>) {
+    if constexpr (std::is_same_v<std::decay_t<decltype(policy)>, HeavyHitter<>>) {
       in.score = [](std::int32_t, std::int32_t p, std::int32_t, std::int32_t h) {
         return noise(p, h);
       };
@@ -265,7 +267,7 @@ TEST_CASE("B093 the only sequence is cut to its budget of 8 pages like any other
   for (const std::int32_t n : {400, 401, 402, 403}) {  // 100 pages and more
     INFO(n << " tokens");
     CHECK(pages_after(StreamingSink({.sinks = 4, .recent = 1000, .hard_budget = 32}), n) <= 8);
-    CHECK(pages_after(StreamingSink({.sinks = 4, .recent = 28, .form = SinkForm::exact}), n) == 8);
+    CHECK(pages_after(StreamingSink<SinkForm::exact>({.sinks = 4, .recent = 28}), n) == 8);
     CHECK(pages_after(HeavyHitter({.heavy = 16, .recent = 16}), n) == 8);
     CHECK(pages_after(SnapKVSelector({.window = 4, .budget = 32}), n) == 8);
   }
@@ -273,9 +275,10 @@ TEST_CASE("B093 the only sequence is cut to its budget of 8 pages like any other
 
 TEST_CASE("B094 policies hold nothing of a sequence: 10,000 of them leave no byte behind",
           "[memory][fault]") {
-  static_assert(std::is_trivially_copyable_v<StreamingSink> && std::is_trivially_copyable_v<Full>);
-  static_assert(std::is_trivially_copyable_v<HeavyHitter>);
-  static_assert(std::is_trivially_copyable_v<SnapKVSelector>);
+  static_assert(std::is_trivially_copyable_v<StreamingSink<>> &&
+                std::is_trivially_copyable_v<Full>);
+  static_assert(std::is_trivially_copyable_v<HeavyHitter<>>);
+  static_assert(std::is_trivially_copyable_v<SnapKVSelector<>>);
   TestCache t({.pages = 8,
                .page_size = 4,
                .kv_heads = 1,
@@ -304,10 +307,10 @@ TEST_CASE("B094 policies hold nothing of a sequence: 10,000 of them leave no byt
 
 TEST_CASE("B096 after 1,000 tokens a window of 8 has 8 rows, for its length and for a reader",
           "[memory][fault]") {
-  for (const SinkForm form : {SinkForm::exact, SinkForm::pages}) {
+  for_each_value<SinkForm::exact, SinkForm::pages>([&](auto form) {
     TestCache t({.pages = 5, .page_size = 4, .kv_heads = 2, .key_dim = 2, .value_dim = 2});
     const SequenceId s = t.create();
-    const StreamingSink policy({.sinks = 0, .recent = 8, .form = form});
+    const StreamingSink<form> policy({.sinks = 0, .recent = 8});
     for (std::int32_t token = 0; token < 1000; ++token) {
       REQUIRE(t.append(s, 1) == Status::ok);
       REQUIRE(evict(policy, t, s).report.status == Status::ok);
@@ -317,5 +320,5 @@ TEST_CASE("B096 after 1,000 tokens a window of 8 has 8 rows, for its length and 
     CHECK(t.cache.live_rows(s) == 8);  // the length at 1,000 is a border of pages
     CHECK(t.rows(s).size() == 8);
     CHECK(t.positions(s) == range(992, 1000));
-  }
+  });
 }

@@ -15,8 +15,8 @@ using namespace kvtrim::fault;
 
 namespace {
 
-const HeavyHitter& greedy() {
-  static const HeavyHitter policy({.heavy = 1, .recent = 0, .mode = HeavyMode::greedy});
+const auto& greedy() {
+  static const HeavyHitter<AccumulateParams, HeavyMode::greedy> policy({.heavy = 1});
   return policy;
 }
 

@@ -14,7 +14,7 @@ TEST_CASE("B123 a first append longer than the window leaves the window", "[ring
   for (const std::int32_t page_size : {1, 2, 4}) {
     TestCache t({.pages = 12, .page_size = page_size, .kv_heads = 2, .key_dim = 2, .value_dim = 2});
     const SequenceId s = t.create();
-    const StreamingSink policy({.sinks = 0, .recent = 4, .form = SinkForm::exact});
+    const StreamingSink<SinkForm::exact> policy({.sinks = 0, .recent = 4});
     REQUIRE(t.append(s, 2) == Status::ok);
     t.cache.reset(s);
     REQUIRE(t.append(s, 7) == Status::ok);  // attended in full
@@ -30,7 +30,7 @@ TEST_CASE("B125 a chunk longer than the window writes no place twice", "[ring][f
     TestCache t({.pages = 8, .page_size = 2, .kv_heads = 2, .key_dim = 2, .value_dim = 2});
     const SequenceId s = t.filled(4);
     REQUIRE(t.append(s, 6) == Status::ok);  // a chunk of 10 in all, on a window of 4
-    const StreamingSink policy({.sinks = 0, .recent = 4, .form = SinkForm::exact});
+    const StreamingSink<SinkForm::exact> policy({.sinks = 0, .recent = 4});
     Input in;
     in.options.removal = way;
     const CacheView view = t.cache.view(s);

@@ -75,7 +75,7 @@ TEST_CASE("B147 over a run, what the reports say went is what was appended less 
       CHECK(all == range(0, appended));
     }
   };
-  const StreamingSink exact({.sinks = 2, .recent = 10, .form = SinkForm::exact});
+  const StreamingSink<SinkForm::exact> exact({.sinks = 2, .recent = 10});
   const StreamingSink pages({.sinks = 2, .recent = 10});
   const HeavyHitter heavy({.heavy = 5, .recent = 6, .sinks = 1});
   for (const TableScope scope : {TableScope::group, TableScope::layer, TableScope::head}) {
@@ -92,7 +92,7 @@ TEST_CASE("B147 an eviction of nothing reports nothing, a refused one its reason
           "[report][fault]") {
   TestCache t({.pages = 6, .page_size = 4, .kv_heads = 2, .key_dim = 2, .value_dim = 2});
   const SequenceId s = t.filled(9);
-  const StreamingSink policy({.sinks = 2, .recent = 10, .form = SinkForm::exact});
+  const StreamingSink<SinkForm::exact> policy({.sinks = 2, .recent = 10});
   const Report none = evict(policy, t, s).report;
   CHECK(none.status == Status::ok);
   CHECK(none.evicted_rows == 0);

@@ -25,7 +25,7 @@ namespace {
 constexpr SequenceId seq{0};
 constexpr LayerId layer{0};
 
-SnapKVSelector::Params window_32(const Layer& l, const std::string& removed) {
+SnapKVSelector<>::Params window_32(const Layer& l, const std::string& removed) {
   return {.window = 32, .budget = kvpress_rows(l.tokens, std::stod(removed)), .kernel = 5};
 }
 
@@ -71,7 +71,7 @@ TEST_CASE("golden: AdaKV over SnapKV keeps kvpress's rows, and frees the pages o
     for (const char* const removed : {"0.5", "0.75"}) {
       const std::string name = std::string("mask_adakv_snapkv_w32_k5_") + removed;
       if (!l.file.has(name)) { continue; }
-      const AdaKV<SnapKVSelector> policy({.inner = window_32(l, removed)});
+      const AdaKV<SnapKVSelector<>> policy({.inner = window_32(l, removed)});
       for (const std::int32_t page_size : {1, 4, 16}) {
         INFO(shape << ", page size " << page_size << ", removed " << removed);
         CHECK(mask_after(policy, l, page_size) == l.file[name].values);
@@ -90,7 +90,7 @@ TEST_CASE("golden: CriticalKV over AdaKV over SnapKV keeps kvpress's rows",
     for (const char* const removed : {"0.5", "0.75"}) {
       const std::string name = std::string("mask_critical_adakv_snapkv_w32_k5_") + removed;
       if (!l.file.has(name)) { continue; }
-      const CriticalKV<AdaKV<SnapKVSelector>> policy({.inner = {.inner = window_32(l, removed)}});
+      const CriticalKV<AdaKV<SnapKVSelector<>>> policy({.inner = {.inner = window_32(l, removed)}});
       for (const std::int32_t page_size : {1, 4, 16}) {
         INFO(shape << ", page size " << page_size << ", removed " << removed);
         CHECK(mask_after(policy, l, page_size) == l.file[name].values);

@@ -86,10 +86,10 @@ TEST_CASE("golden: an eviction with in-cache positions leaves kvpress's keys in 
       }
       Observation obs;
       obs.scores = SequencePlane::dense(scores.data(), 1, l.kv_heads, l.tokens);
-      const HeavyHitter policy({.heavy = static_cast<std::int64_t>(keep.size()),
-                                .recent = 0,
-                                .mode = HeavyMode::greedy,
-                                .removal = Removal::stable_pack});
+      const HeavyHitter<AccumulateParams, HeavyMode::greedy> policy(
+          {.heavy = static_cast<std::int64_t>(keep.size()),
+           .recent = 0,
+           .removal = Removal::stable_pack});
       const CacheView view = cache.view();
       const Rerotator rerotator(view, rope_of(l), PositionMode::in_cache);
       PlanOptions options;

@@ -188,8 +188,8 @@ TEST_CASE("golden: HeavyHitter keeps the best of kvpress's scores", "[golden][po
     for (const bool aged : {false, true}) {
       for (const double removed : {0.25, 0.5, 0.75}) {
         const std::int32_t keep = kvpress_rows(l.tokens, removed);
-        const HeavyHitter policy(
-            {.heavy = keep, .recent = 0, .mode = HeavyMode::greedy, .age_normalised = aged});
+        const HeavyHitter<AccumulateParams, HeavyMode::greedy> policy(
+            {.heavy = keep, .recent = 0, .age_normalised = aged});
         for (std::int32_t h = 0; h < l.kv_heads; ++h) {
           const auto scores = l.file[aged ? "observed" : "h2o_prefill_sum"].row(h);
           std::vector<double> order(scores.size());

@@ -22,7 +22,7 @@ using Catch::Matchers::ContainsSubstring;
 
 namespace {
 
-using SharedSnapKV = AdaKV<SnapKVSelector>;
+using SharedSnapKV = AdaKV<SnapKVSelector<>>;
 using Rows = std::vector<std::int32_t>;
 
 SharedSnapKV policy(std::int64_t budget, double safeguard = 0, std::int64_t window = 2) {
@@ -187,7 +187,7 @@ TEST_CASE("adakv: the constructor refuses what cannot work, with the numbers", "
   CHECK_THROWS_WITH(policy(10, 1.5), ContainsSubstring("safeguard 1.5"));
   CHECK_THROWS_WITH(policy(10, -0.25), ContainsSubstring("safeguard -0.25"));
   CHECK_THROWS_WITH(policy(1), ContainsSubstring("kvtrim::SnapKVSelector: budget 1"));
-  constexpr AdaKV<SnapKVSelector> defaults;
+  constexpr AdaKV<SnapKVSelector<>> defaults;
   CHECK(defaults.params().safeguard == 0.2);
   DemandInput in;
   in.live = 5000;

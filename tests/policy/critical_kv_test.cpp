@@ -128,7 +128,7 @@ class World {
   std::vector<float> scores_;
 };
 
-SnapKVSelector::Params snapkv(std::int64_t budget) {
+SnapKVSelector<>::Params snapkv(std::int64_t budget) {
   return {.window = window, .budget = budget};
 }
 
@@ -141,7 +141,7 @@ TEST_CASE("criticalkv: half of the rows by their scores, the others by score tim
     for (const std::int32_t budget : {4, 9, 20, 41, 60}) {
       for (const double share : {0.0, 0.5, 1.0}) {
         World w(seed);
-        const CriticalKV<SnapKVSelector> policy({.inner = snapkv(budget), .first_stage = share});
+        const CriticalKV<SnapKVSelector<>> policy({.inner = snapkv(budget), .first_stage = share});
         CHECK(w.evict(policy, w.observation()).status == Status::ok);
         for (std::int32_t h = 0; h < heads; ++h) {
           INFO("seed " << seed << ", budget " << budget << ", share " << share << ", head " << h);
@@ -163,9 +163,9 @@ TEST_CASE("criticalkv: around AdaKV, plain scores share the budget and each head
     for (World* const x : {&shared, &w}) {
       for (std::int32_t r = 0; r < tokens; ++r) { x->score(1, r) *= 2; }
     }
-    const AdaKV<SnapKVSelector>::Params ada{.inner = snapkv(20)};
-    CHECK(shared.evict(AdaKV<SnapKVSelector>(ada), shared.observation()).status == Status::ok);
-    CHECK(w.evict(CriticalKV<AdaKV<SnapKVSelector>>({.inner = ada}), w.observation()).status ==
+    const AdaKV<SnapKVSelector<>>::Params ada{.inner = snapkv(20)};
+    CHECK(shared.evict(AdaKV<SnapKVSelector<>>(ada), shared.observation()).status == Status::ok);
+    CHECK(w.evict(CriticalKV<AdaKV<SnapKVSelector<>>>({.inner = ada}), w.observation()).status ==
           Status::ok);
     for (std::int32_t h = 0; h < heads; ++h) {
       const auto budget = static_cast<std::int32_t>(shared.positions(h).size());
@@ -180,7 +180,7 @@ TEST_CASE("criticalkv: protected rows stay, also beyond the first stage", "[crit
   for (std::int32_t h = 0; h < heads; ++h) {
     for (std::int32_t r = 0; r < tokens; ++r) { w.score(h, r) = r < tokens - window ? 1.0F : 0.0F; }
   }
-  const CriticalKV<SnapKVSelector> policy({.inner = snapkv(4)});  // first stage 2, window 3
+  const CriticalKV<SnapKVSelector<>> policy({.inner = snapkv(4)});  // first stage 2, window 3
   CHECK(w.evict(policy, w.observation()).status == Status::ok);
   const Rows kept = w.positions(0);
   REQUIRE(kept.size() == 4);
@@ -190,7 +190,7 @@ TEST_CASE("criticalkv: protected rows stay, also beyond the first stage", "[crit
 TEST_CASE("criticalkv: one row too many is chosen by both stages too", "[criticalkv][edge]") {
   for (std::uint32_t seed = 0; seed < 10; ++seed) {
     World w(seed);
-    const CriticalKV<SnapKVSelector> policy({.inner = snapkv(tokens - 1)});
+    const CriticalKV<SnapKVSelector<>> policy({.inner = snapkv(tokens - 1)});
     CHECK(w.evict(policy, w.observation(), {.removal = Removal::overwrite_slot}).status ==
           Status::ok);
     for (std::int32_t h = 0; h < heads; ++h) {
@@ -202,7 +202,7 @@ TEST_CASE("criticalkv: one row too many is chosen by both stages too", "[critica
 TEST_CASE("criticalkv: without W_O, or with another model's, nothing is planned",
           "[criticalkv][edge]") {
   World w(1);
-  const CriticalKV<SnapKVSelector> policy({.inner = snapkv(20)});
+  const CriticalKV<SnapKVSelector<>> policy({.inner = snapkv(20)});
   for (int wrong = 0; wrong < 3; ++wrong) {
     Observation obs = w.observation();
     if (wrong == 0) { obs.output = {}; }
@@ -216,14 +216,15 @@ TEST_CASE("criticalkv: without W_O, or with another model's, nothing is planned"
 TEST_CASE("criticalkv: a NaN score stays the lowest, whatever the norm", "[criticalkv][nan]") {
   World w(2);
   for (std::int32_t r = 0; r < 30; ++r) { w.score(0, r) = std::numeric_limits<float>::quiet_NaN(); }
-  const Report report = w.evict(CriticalKV<SnapKVSelector>({.inner = snapkv(30)}), w.observation());
+  const Report report =
+      w.evict(CriticalKV<SnapKVSelector<>>({.inner = snapkv(30)}), w.observation());
   CHECK(report.nan_count == 30);
   CHECK(w.positions(0).front() == 30);
 }
 
 TEST_CASE("criticalkv: the constructor refuses what cannot work, with the numbers",
           "[criticalkv][edge]") {
-  using C = CriticalKV<SnapKVSelector>;
+  using C = CriticalKV<SnapKVSelector<>>;
   CHECK_THROWS_WITH(C({.first_stage = 1.5}), ContainsSubstring("first_stage 1.5"));
   CHECK_THROWS_WITH(C({.first_stage = -1}), ContainsSubstring("first_stage -1"));
   CHECK_THROWS_WITH(C({.epsilon = -1}), ContainsSubstring("epsilon -1"));

@@ -3,6 +3,8 @@
 // of 2^-12, so every sum is exact and the kept sets must be equal, ties included.
 #include <kvtrim/observe/accumulate.hpp>
 #include <kvtrim/policy/heavy_hitter.hpp>
+#include <kvtrim/policy/key_diff.hpp>
+#include <kvtrim/policy/window_params.hpp>
 #include <kvtrim/score/accumulated.hpp>
 
 #include "catch.hpp"
@@ -16,6 +18,7 @@
 #include <limits>
 #include <set>
 #include <stdexcept>
+#include <type_traits>
 #include <vector>
 
 using namespace kvtrim;
@@ -99,8 +102,9 @@ struct Promote {
   }
 };
 
-struct Run {
-  HeavyHitter policy;
+template <class P>
+struct Decode {
+  P policy;
   std::int32_t prompt = 0;
   std::int32_t steps = 2000;
   std::int32_t levels = 4;  // few: many equal scores
@@ -110,8 +114,8 @@ struct Run {
 };
 
 // Decodes with random attention; after each step the cache must hold exactly what `Algorithm` holds.
-template <class Algorithm>
-void compare(const Run& run, const Algorithm& algorithm) {
+template <class P, class Algorithm>
+void compare(const Decode<P>& run, const Algorithm& algorithm) {
   test::Random random(run.seed);
   TaggedCache c({.page_size = 4,
                  .pages = 400,
@@ -183,45 +187,48 @@ void compare(const Run& run, const Algorithm& algorithm) {
 
 TEST_CASE("h2o: real_drop equals FMInference's algorithm for 2,000 steps", "[h2o][paper][ties]") {
   for (const std::int32_t prompt : {1, 30}) {
-    compare({.policy = HeavyHitter({.heavy = 7, .recent = 5}), .prompt = prompt},
+    compare(Decode{.policy = HeavyHitter({.heavy = 7, .recent = 5}), .prompt = prompt},
             RealDrop{.heavy = 7, .recent = 5});
   }
-  compare({.policy = HeavyHitter({.heavy = 7, .recent = 5}),
-           .prompt = 12,
-           .levels = 64,
-           .scope = TableScope::head},
+  compare(Decode{.policy = HeavyHitter({.heavy = 7, .recent = 5}),
+                 .prompt = 12,
+                 .levels = 64,
+                 .scope = TableScope::head},
           RealDrop{.heavy = 7, .recent = 5});
 }
 
 TEST_CASE("h2o: greedy equals Algorithm 1 for 2,000 steps", "[h2o][paper][ties]") {
   for (const std::int32_t levels : {4, 64}) {
-    compare({.policy = HeavyHitter({.heavy = 11, .recent = 0, .mode = HeavyMode::greedy}),
-             .prompt = 20,
-             .levels = levels},
+    compare(Decode{.policy =
+                       HeavyHitter<AccumulateParams, HeavyMode::greedy>({.heavy = 11, .recent = 0}),
+                   .prompt = 20,
+                   .levels = levels},
             Greedy{.budget = 11});
   }
 }
 
 TEST_CASE("h2o: promote equals FlexGen's algorithm for 2,000 steps", "[h2o][paper][ties]") {
   for (const std::int32_t prompt : {1, 11, 12, 30}) {
-    compare({.policy = HeavyHitter({.heavy = 7, .recent = 4, .mode = HeavyMode::promote}),
-             .prompt = prompt,
-             .steps = prompt == 30 ? 2000 : 300},
+    compare(Decode{.policy =
+                       HeavyHitter<AccumulateParams, HeavyMode::promote>({.heavy = 7, .recent = 4}),
+                   .prompt = prompt,
+                   .steps = prompt == 30 ? 2000 : 300},
             Promote{.heavy = 7, .recent = 4});
   }
-  compare({.policy = HeavyHitter({.heavy = 1, .recent = 6, .mode = HeavyMode::promote}),
-           .prompt = 20,
-           .steps = 300,
-           .scope = TableScope::layer},
-          Promote{.heavy = 1, .recent = 6});
+  compare(
+      Decode{.policy = HeavyHitter<AccumulateParams, HeavyMode::promote>({.heavy = 1, .recent = 6}),
+             .prompt = 20,
+             .steps = 300,
+             .scope = TableScope::layer},
+      Promote{.heavy = 1, .recent = 6});
 }
 
 TEST_CASE("h2o: the ways of removal keep the same rows", "[h2o][property]") {
   for (const Removal removal :
        {Removal::overwrite_slot, Removal::fill_holes, Removal::stable_pack}) {
-    compare({.policy = HeavyHitter({.heavy = 6, .recent = 3, .removal = removal}),
-             .prompt = 15,
-             .steps = 400},
+    compare(Decode{.policy = HeavyHitter({.heavy = 6, .recent = 3, .removal = removal}),
+                   .prompt = 15,
+                   .steps = 400},
             RealDrop{.heavy = 6, .recent = 3});
   }
 }
@@ -229,23 +236,26 @@ TEST_CASE("h2o: the ways of removal keep the same rows", "[h2o][property]") {
 TEST_CASE("h2o: sinks and squared probabilities follow their plain transcription",
           "[h2o][property]") {
   compare(
-      {.policy = HeavyHitter({.heavy = 5, .recent = 4, .sinks = 3}), .prompt = 20, .steps = 500},
+      Decode{
+          .policy = HeavyHitter({.heavy = 5, .recent = 4, .sinks = 3}), .prompt = 20, .steps = 500},
       RealDrop{.heavy = 5, .recent = 4, .sinks = 3});
-  compare({.policy = HeavyHitter({.heavy = 5, .recent = 4, .squared = true}),
-           .prompt = 20,
-           .steps = 500,
-           .levels = 64,
-           .squared = true},
+  compare(Decode{.policy = HeavyHitter({.heavy = 5, .recent = 4, .squared = true}),
+                 .prompt = 20,
+                 .steps = 500,
+                 .levels = 64,
+                 .squared = true},
           RealDrop{.heavy = 5, .recent = 4});
 }
 
 TEST_CASE("h2o: grace protects rows younger than its steps", "[h2o][property]") {
   // With grace 4 and recent 2 the last four rows stay, within the same budget.
   compare(
-      {.policy = HeavyHitter({.heavy = 8, .recent = 2, .grace = 4}), .prompt = 15, .steps = 500},
+      Decode{
+          .policy = HeavyHitter({.heavy = 8, .recent = 2, .grace = 4}), .prompt = 15, .steps = 500},
       RealDrop{.heavy = 6, .recent = 4});
   compare(
-      {.policy = HeavyHitter({.heavy = 8, .recent = 0, .grace = 3}), .prompt = 15, .steps = 500},
+      Decode{
+          .policy = HeavyHitter({.heavy = 8, .recent = 0, .grace = 3}), .prompt = 15, .steps = 500},
       RealDrop{.heavy = 5, .recent = 3});
 }
 
@@ -258,9 +268,10 @@ TEST_CASE("h2o: an interval lets rows exceed the budget by interval - 1, then cu
       if (tokens.size() >= cut.heavy + cut.recent + interval) { cut(tokens); }
     }
   };
-  compare(
-      {.policy = HeavyHitter({.heavy = 6, .recent = 4, .interval = 5}), .prompt = 12, .steps = 600},
-      Interval{.interval = 5, .cut = {.heavy = 6, .recent = 4}});
+  compare(Decode{.policy = HeavyHitter({.heavy = 6, .recent = 4, .interval = 5}),
+                 .prompt = 12,
+                 .steps = 600},
+          Interval{.interval = 5, .cut = {.heavy = 6, .recent = 4}});
   const HeavyHitter policy({.heavy = 6, .recent = 4, .interval = 5});
   DemandInput in;
   for (in.live = 0; in.live < 40; ++in.live) {
@@ -271,7 +282,8 @@ TEST_CASE("h2o: an interval lets rows exceed the budget by interval - 1, then cu
 
 TEST_CASE("h2o: promote in intervals promotes every row that left the window", "[h2o][property]") {
   // Two rows leave between cuts: both are safe, two of the heavy part go.
-  const HeavyHitter policy({.heavy = 6, .recent = 3, .mode = HeavyMode::promote, .interval = 2});
+  const HeavyHitter<AccumulateParams, HeavyMode::promote> policy(
+      {.heavy = 6, .recent = 3, .interval = 2});
   DemandInput in;
   in.live = 20;
   CHECK(policy.demand(in).protection.recent == 3);  // the prompt's cut
@@ -283,7 +295,8 @@ TEST_CASE("h2o: promote in intervals promotes every row that left the window", "
   CHECK(policy.demand(in).protection.recent == 5);
   in.live = 30;  // a chunk longer than the heavy part: no more than the budget is protected
   CHECK(policy.demand(in).protection.recent == 9);
-  const HeavyHitter with_sinks({.heavy = 6, .recent = 3, .sinks = 2, .mode = HeavyMode::promote});
+  const HeavyHitter<AccumulateParams, HeavyMode::promote> with_sinks(
+      {.heavy = 6, .recent = 3, .sinks = 2});
   CHECK(with_sinks.demand(in).keep == 11);
   CHECK(with_sinks.demand(in).protection.recent == 9);  // sinks are protected apart
 }
@@ -342,16 +355,16 @@ TEST_CASE("h2o: without score planes a plan is refused", "[h2o][edge]") {
 }
 
 TEST_CASE("h2o: the constructor refuses what cannot work, with the numbers", "[h2o][edge]") {
-  using H = HeavyHitter;
-  CHECK_THROWS_WITH(H({.heavy = 0, .recent = 0, .mode = HeavyMode::greedy}),
+  using H = HeavyHitter<>;
+  using Greedy = HeavyHitter<AccumulateParams, HeavyMode::greedy>;
+  using Promote = HeavyHitter<AccumulateParams, HeavyMode::promote>;
+  CHECK_THROWS_WITH(Greedy({.heavy = 0}),
                     ContainsSubstring("heavy + recent + sinks 0 must be at least 1"));
   CHECK_THROWS_WITH(H({.heavy = 8, .recent = 0}), ContainsSubstring("recent 0 and grace 0"));
-  CHECK_THROWS_WITH(H({.heavy = 8, .recent = 0, .mode = HeavyMode::promote}),
-                    ContainsSubstring("grace 0"));
-  CHECK_NOTHROW(H({.heavy = 8, .recent = 0, .mode = HeavyMode::greedy}));
+  CHECK_THROWS_WITH(Promote({.heavy = 8, .recent = 0}), ContainsSubstring("grace 0"));
+  CHECK_NOTHROW(Greedy({.heavy = 8}));
   CHECK_NOTHROW(H({.heavy = 8, .recent = 0, .grace = 1}));
-  CHECK_THROWS_WITH(H({.heavy = 8, .recent = 3, .mode = HeavyMode::greedy}),
-                    ContainsSubstring("recent is 3"));
+  CHECK_THROWS_WITH(Greedy({.heavy = 8, .recent = 3}), ContainsSubstring("recent is 3"));
   CHECK_THROWS_WITH(H({.heavy = -1}), ContainsSubstring("heavy -1"));
   CHECK_THROWS_WITH(H({.sinks = -2}), ContainsSubstring("sinks -2"));
   CHECK_THROWS_WITH(
@@ -364,6 +377,28 @@ TEST_CASE("h2o: the constructor refuses what cannot work, with the numbers", "[h
   CHECK_THROWS_WITH(H({.decay = 0.0F}), ContainsSubstring("decay 0"));
   CHECK_THROWS_WITH(H({.decay = 1.5F}), ContainsSubstring("decay 1.5"));
   CHECK_THROWS_AS(H({.decay = std::numeric_limits<float>::quiet_NaN()}), std::invalid_argument);
+}
+
+TEST_CASE("h2o: by other scores, the modes are the same and rows without a score are protected",
+          "[h2o][edge]") {
+  using ByKeys = HeavyHitter<KeyDiffParams, HeavyMode::promote>;
+  STATIC_REQUIRE(ByKeys::name == "h2o<keydiff>");
+  STATIC_REQUIRE(std::is_same_v<decltype(ByKeys().scorer()), KeyDiffParams>);
+  DemandInput in;
+  in.live = 12;
+  in.state.rows_at_eviction = 10;
+  const ByKeys promote({.heavy = 6, .recent = 4});
+  CHECK(promote.demand(in).keep == 10);
+  CHECK(promote.demand(in).protection.recent == 6);  // two rows left the window: promoted
+  CHECK(HeavyHitter<KeyDiffParams>({.heavy = 6, .recent = 4}).demand(in).protection.recent == 4);
+
+  using ByWindow = HeavyHitter<WindowParams>;
+  CHECK_THROWS_WITH(ByWindow({.recent = 31}), ContainsSubstring("recent 31 must be at least 32"));
+  CHECK_NOTHROW(ByWindow({.recent = 31, .grace = 32}));
+  using GreedyByWindow = HeavyHitter<WindowParams, HeavyMode::greedy>;
+  CHECK_THROWS_WITH(GreedyByWindow(), ContainsSubstring("grace 0 must be at least 32"));
+  CHECK_THROWS_WITH(ByWindow({.scores = {.kernel = 4}}),
+                    ContainsSubstring("kvtrim::HeavyHitter: scores.kernel 4 must be odd"));
 }
 
 TEST_CASE("h2o: a budget given at run time below the protected rows keeps them", "[h2o][edge]") {

@@ -61,16 +61,20 @@ using test::MethodWorld;
 
 // clang-format off
 #define KVTRIM_POLICIES                                                                           \
-  Full, StreamingSink, HeavyHitter, SnapKVSelector, PageSelector<>, External, KeyDiff, KeyNorm,   \
-  QFilter, Random, Tova, RKV, ExpectedAttention, CurKV, LagKV, ChunkKV<>, ChunkKV<KeyDiffParams>, \
-  PyramidKV, AdaKV<SnapKVSelector>, AdaKV<KeyNorm>, CriticalKV<SnapKVSelector>,                   \
-  CriticalKV<AdaKV<KeyNorm>>, TopRows<PerLayer<KeyDiffParams>>,                                   \
+  Full, StreamingSink<SinkForm::exact>, HeavyHitter<>, Promote, PromoteKeyDiff, SnapKVSelector<>, \
+  SnapKVSelector<KeyDiffParams>, SnapKVSelector<ValueNorm<WindowParams>>, PageSelector<>,         \
+  External, KeyDiff, KeyNorm, QFilter, Random, Tova, RKV, ExpectedAttention, CurKV, LagKV,        \
+  ChunkKV<>, ChunkKV<KeyDiffParams>, PyramidKV, AdaKV<SnapKVSelector<>>, AdaKV<KeyNorm>,          \
+  CriticalKV<SnapKVSelector<>>, CriticalKV<AdaKV<KeyNorm>>, TopRows<PerLayer<KeyDiffParams>>,     \
   TopRows<ValueNorm<KeyDiffParams>>, TopRows<OutputNorm<RandomParams>>,                           \
   TopRows<ValueNorm<WindowParams>>, PageSelector<ValueNorm<KeyDiffParams>>,                       \
   PageSelector<TovaParams>
 // clang-format on
 
 namespace {
+
+using Promote = HeavyHitter<AccumulateParams, HeavyMode::promote>;
+using PromoteKeyDiff = HeavyHitter<KeyDiffParams, HeavyMode::promote>;
 
 // How a policy is made: `budget` rows stay (of a head, on average), of which some at either end are protected.
 template <class P>
@@ -173,21 +177,28 @@ struct Entry<Full> : Usual {
   static Full make(std::int32_t) { return {}; }
 };
 template <>
-struct Entry<StreamingSink> : Usual {
+struct Entry<StreamingSink<SinkForm::exact>> : Usual {
   static constexpr bool by_row = false;
-  static StreamingSink make(std::int32_t budget) {
-    return StreamingSink({.sinks = 2, .recent = budget - 2, .form = SinkForm::exact});
+  static StreamingSink<SinkForm::exact> make(std::int32_t budget) {
+    return StreamingSink<SinkForm::exact>({.sinks = 2, .recent = budget - 2});
+  }
+};
+template <class Scores, HeavyMode Mode>
+struct Entry<HeavyHitter<Scores, Mode>> : Usual {
+  static HeavyHitter<Scores, Mode> make(std::int32_t budget) {
+    return HeavyHitter<Scores, Mode>({.heavy = budget - 5, .recent = 3, .sinks = 2});
+  }
+};
+template <class Scores>
+struct Entry<SnapKVSelector<Scores>> : Usual {
+  static SnapKVSelector<Scores> make(std::int32_t budget) {
+    const auto p = Entry<TopRows<Scores>>::make(budget).params();
+    return SnapKVSelector<Scores>({p.budget, p.sinks, p.recent, p.scores});
   }
 };
 template <>
-struct Entry<HeavyHitter> : Usual {
-  static HeavyHitter make(std::int32_t budget) {
-    return HeavyHitter({.heavy = budget - 5, .recent = 3, .sinks = 2});
-  }
-};
-template <>
-struct Entry<SnapKVSelector> : Usual {
-  static SnapKVSelector make(std::int32_t budget) {
+struct Entry<SnapKVSelector<>> : Usual {
+  static SnapKVSelector<> make(std::int32_t budget) {
     return SnapKVSelector({.window = 4, .budget = budget, .kernel = 1, .sinks = 2});
   }
 };
@@ -526,15 +537,18 @@ TEST_CASE("laws: names are unique", "[laws]") {
         std::type_identity<LagKV>{},
         std::type_identity<PyramidKV>{},
         std::type_identity<RecursiveLagKV>{},
-        std::type_identity<HeavyHitter>{},
+        std::type_identity<HeavyHitter<>>{},
+        std::type_identity<HeavyHitter<KeyDiffParams>>{},
+        std::type_identity<AdaKV<SnapKVSelector<>>>{},
+        std::type_identity<SnapKVSelector<ValueNorm<WindowParams>>>{},
         std::type_identity<KeyDiff>{},
         std::type_identity<KeyNorm>{},
         std::type_identity<PageSelector<>>{},
         std::type_identity<QFilter>{},
         std::type_identity<Random>{},
         std::type_identity<RKV>{},
-        std::type_identity<SnapKVSelector>{},
-        std::type_identity<StreamingSink>{},
+        std::type_identity<SnapKVSelector<>>{},
+        std::type_identity<StreamingSink<>>{},
         std::type_identity<Tova>{},
         std::type_identity<TopRows<PerLayer<KeyDiffParams>>>{},
         std::type_identity<TopRows<ValueNorm<KeyDiffParams>>>{},

@@ -28,9 +28,14 @@
 using namespace kvtrim;
 using test::TaggedCache;
 
-#define KVTRIM_POLICIES Full, StreamingSink, HeavyHitter, SnapKVSelector, PageSelector<>
+#define KVTRIM_POLICIES                                                                  \
+  Full, StreamingSink<>, StreamingSink<SinkForm::exact>, HeavyHitter<>, Greedy, Promote, \
+      SnapKVSelector<>, SnapKVSelector<AccumulateParams>, PageSelector<>
 
 namespace {
+
+using Greedy = HeavyHitter<AccumulateParams, HeavyMode::greedy>;
+using Promote = HeavyHitter<AccumulateParams, HeavyMode::promote>;
 
 template <class P>
 struct Case {
@@ -49,26 +54,45 @@ struct Laws<Full> {
   static std::vector<Case<Full>> cases() { return {{{}, 1000, 1000, 0, false}}; }
 };
 template <>
-struct Laws<StreamingSink> {
-  static std::vector<Case<StreamingSink>> cases() {
-    return {{StreamingSink({.sinks = 3, .recent = 6, .form = SinkForm::exact}), 9, 3, 6, false},
-            {StreamingSink({.sinks = 3, .recent = 6}), 9, 3, 6, false, true},
+struct Laws<StreamingSink<>> {
+  static std::vector<Case<StreamingSink<>>> cases() {
+    return {{StreamingSink({.sinks = 3, .recent = 6}), 9, 3, 6, false, true},
             {StreamingSink({.sinks = 3, .recent = 9, .hard_budget = 20}), 12, 3, 1, false, true}};
   }
 };
 template <>
-struct Laws<HeavyHitter> {
-  static std::vector<Case<HeavyHitter>> cases() {
+struct Laws<StreamingSink<SinkForm::exact>> {
+  static std::vector<Case<StreamingSink<SinkForm::exact>>> cases() {
+    return {{StreamingSink<SinkForm::exact>({.sinks = 3, .recent = 6}), 9, 3, 6, false}};
+  }
+};
+template <>
+struct Laws<HeavyHitter<>> {
+  static std::vector<Case<HeavyHitter<>>> cases() {
     return {{HeavyHitter({.heavy = 6, .recent = 4}), 10, 0, 4},
             {HeavyHitter({.heavy = 6, .recent = 4, .sinks = 2, .interval = 3}), 12, 2, 4},
-            {HeavyHitter({.heavy = 9, .recent = 0, .mode = HeavyMode::greedy}), 9, 0, 0},
-            {HeavyHitter({.heavy = 6, .recent = 3, .mode = HeavyMode::promote}), 9, 0, 3},
             {HeavyHitter({.heavy = 6, .recent = 3, .removal = Removal::fill_holes}), 9, 0, 3}};
   }
 };
 template <>
-struct Laws<SnapKVSelector> {
-  static std::vector<Case<SnapKVSelector>> cases() {
+struct Laws<Greedy> {
+  static std::vector<Case<Greedy>> cases() { return {{Greedy({.heavy = 9}), 9, 0, 0}}; }
+};
+template <>
+struct Laws<Promote> {
+  static std::vector<Case<Promote>> cases() {
+    return {{Promote({.heavy = 6, .recent = 3}), 9, 0, 3}};
+  }
+};
+template <>
+struct Laws<SnapKVSelector<AccumulateParams>> {
+  static std::vector<Case<SnapKVSelector<AccumulateParams>>> cases() {
+    return {{SnapKVSelector<AccumulateParams>({.budget = 11, .sinks = 3, .recent = 4}), 11, 3, 4}};
+  }
+};
+template <>
+struct Laws<SnapKVSelector<>> {
+  static std::vector<Case<SnapKVSelector<>>> cases() {
     return {{SnapKVSelector({.window = 4, .budget = 11}), 11, 0, 4},
             {SnapKVSelector({.window = 4, .budget = 11, .sinks = 3}), 11, 3, 4},
             {SnapKVSelector({.window = 5, .budget = 5}), 5, 0, 5}};
@@ -199,9 +223,9 @@ TEMPLATE_TEST_CASE("policy: is a value", "[policy]", KVTRIM_POLICIES) {
 
 TEST_CASE("policy: names are unique", "[policy]") {
   const std::set<std::string_view> names{Full::name,
-                                         StreamingSink::name,
-                                         HeavyHitter::name,
-                                         SnapKVSelector::name,
+                                         StreamingSink<>::name,
+                                         HeavyHitter<>::name,
+                                         SnapKVSelector<>::name,
                                          PageSelector<>::name};
   CHECK(names.size() == 5);
 }

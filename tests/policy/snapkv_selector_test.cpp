@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <kvtrim/policy/decorators.hpp>
 #include <kvtrim/policy/snapkv_selector.hpp>
 #include <kvtrim/score/window.hpp>
 
@@ -49,7 +50,7 @@ TEST_CASE("snapkv: the scorer gets every parameter", "[snapkv]") {
 }
 
 TEST_CASE("snapkv: the constructor refuses what cannot work, with the numbers", "[snapkv][edge]") {
-  using S = SnapKVSelector;
+  using S = SnapKVSelector<>;
   CHECK_THROWS_WITH(S({.kernel = 4}), ContainsSubstring("kernel 4 must be odd"));
   CHECK_THROWS_WITH(S({.kernel = 0}), ContainsSubstring("kernel 0 must be at least 1"));
   CHECK_THROWS_WITH(S({.kernel = -3}), ContainsSubstring("kernel -3 must be at least 1"));
@@ -62,6 +63,40 @@ TEST_CASE("snapkv: the constructor refuses what cannot work, with the numbers", 
   CHECK_THROWS_WITH(S({.budget = std::int64_t{1} << 31}), ContainsSubstring("2147483648"));
   CHECK_NOTHROW(S({.window = 8, .budget = 10, .sinks = 2}));
   CHECK_NOTHROW(S({.window = 1, .budget = 1, .kernel = 1}));
+}
+
+TEST_CASE(
+    "snapkv: by other scores, their sinks and recent rows stay; nothing goes within the budget",
+    "[snapkv]") {
+  using ByNorm = SnapKVSelector<ValueNorm<WindowParams>>;
+  STATIC_REQUIRE(ByNorm::name == "snapkv<value_norm<window>>");
+  STATIC_REQUIRE(ByNorm().params().recent == 32);
+  const ByNorm policy({.budget = 20,
+                       .sinks = 2,
+                       .recent = 8,
+                       .scores = {.scores = {.window = 8}, .epsilon = 0.5F}});
+  CHECK(policy.scorer().scores.window == 8);
+  CHECK(policy.scorer().epsilon == 0.5F);
+  DemandInput in;
+  for (const std::int32_t live : {0, 8, 20, 21, 100}) {
+    in.live = live;
+    const Demand demand = policy.demand(in);
+    CHECK(demand.keep == std::min(live, 20));
+    CHECK(demand.protection.sinks == 2);
+    CHECK(demand.protection.recent == 8);
+  }
+}
+
+TEST_CASE("snapkv: by other scores, what cannot work is refused, with the numbers",
+          "[snapkv][edge]") {
+  using ByNorm = SnapKVSelector<ValueNorm<WindowParams>>;
+  CHECK_THROWS_WITH(ByNorm({.recent = 31}),
+                    ContainsSubstring("kvtrim::SnapKVSelector: recent 31 must be at least 32"));
+  CHECK_THROWS_WITH(ByNorm({.budget = 33, .sinks = 2}),
+                    ContainsSubstring("budget 33 must be at least sinks 2 + recent 32"));
+  CHECK_THROWS_WITH(ByNorm({.sinks = -1}), ContainsSubstring("sinks -1"));
+  CHECK_THROWS_WITH(ByNorm({.scores = {.epsilon = -1}}),
+                    ContainsSubstring("kvtrim::SnapKVSelector: epsilon -1"));
 }
 
 TEST_CASE("snapkv: a budget given at run time below the protected rows keeps exactly those",

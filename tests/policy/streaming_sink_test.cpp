@@ -60,7 +60,7 @@ TEST_CASE("streaming: exact one-shot equals step by step", "[streaming][property
   for (const std::int32_t sinks : {0, 1, 3, 4}) {
     for (const std::int32_t recent : {1, 2, 5, 8}) {
       for (const std::int32_t page_size : {1, 4}) {
-        const StreamingSink policy({.sinks = sinks, .recent = recent, .form = SinkForm::exact});
+        const StreamingSink<SinkForm::exact> policy({.sinks = sinks, .recent = recent});
         TaggedCache steps({.page_size = page_size, .max_rows = 40});
         const std::array chunks{1, 1, 3, 1, 1, 1, 7, 1, 1, 1, 1, 1, 2, 1, 1, 1, 1, 1, 1, 1};
         std::int32_t tokens = 0;
@@ -83,7 +83,7 @@ TEST_CASE("streaming: exact one-shot equals step by step", "[streaming][property
 
 TEST_CASE("streaming: an exact decode step overwrites the oldest recent slot and moves nothing",
           "[streaming][paper]") {
-  const StreamingSink policy({.sinks = 2, .recent = 5, .form = SinkForm::exact});
+  const StreamingSink<SinkForm::exact> policy({.sinks = 2, .recent = 5});
   TaggedCache c({.max_rows = 20});
   REQUIRE(c.append(0, 7) == Status::ok);
   REQUIRE(c.evict(policy).status == Status::ok);
@@ -205,7 +205,7 @@ TEST_CASE("streaming: make_room cuts so that no query sees more than sinks + rec
           "[streaming]") {
   for (const std::int32_t sinks : {0, 3}) {
     for (std::int32_t recent = 1; recent <= 6; ++recent) {
-      const StreamingSink policy({.sinks = sinks, .recent = recent, .form = SinkForm::exact});
+      const StreamingSink<SinkForm::exact> policy({.sinks = sinks, .recent = recent});
       REQUIRE(policy.max_chunk() == recent);
       for (std::int32_t chunk = 0; chunk <= recent; ++chunk) {
         for (std::int32_t tokens = 0; tokens <= 20; ++tokens) {
@@ -279,14 +279,14 @@ TEST_CASE("streaming: the paper's sizes are the default", "[streaming][paper]") 
   constexpr StreamingSink policy;
   CHECK(policy.params().sinks == 4);
   CHECK(policy.params().recent == 1024);
-  CHECK(policy.params().form == SinkForm::pages);
+  STATIC_REQUIRE(std::is_same_v<decltype(policy), const StreamingSink<SinkForm::pages>>);
   CHECK(policy.removal() == Removal::drop_pages);
-  CHECK(StreamingSink({.form = SinkForm::exact}).removal() == Removal::overwrite_slot);
+  CHECK(StreamingSink<SinkForm::exact>().removal() == Removal::overwrite_slot);
 }
 
 TEST_CASE("streaming: the constructor refuses what cannot work, with the numbers",
           "[streaming][edge]") {
-  using S = StreamingSink;
+  using S = StreamingSink<>;
   CHECK_THROWS_WITH(S({.sinks = 4, .recent = 0}), ContainsSubstring("recent 0"));
   CHECK_THROWS_WITH(S({.sinks = -1}), ContainsSubstring("sinks -1"));
   CHECK_THROWS_WITH(S({.sinks = std::int64_t{1} << 31}), ContainsSubstring("2147483648"));
@@ -301,7 +301,7 @@ TEST_CASE("streaming: the constructor refuses what cannot work, with the numbers
 }
 
 TEST_CASE("streaming: a budget given at run time replaces sinks + recent", "[streaming][edge]") {
-  const StreamingSink policy({.sinks = 3, .recent = 50, .form = SinkForm::exact});
+  const StreamingSink<SinkForm::exact> policy({.sinks = 3, .recent = 50});
   for (const std::int32_t budget : {0, 1, 2, 3, 4, 9}) {
     TaggedCache c({.max_rows = 40});
     REQUIRE(c.append(0, 12) == Status::ok);

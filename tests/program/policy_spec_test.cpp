@@ -10,6 +10,7 @@
 #include "catch.hpp"
 
 using Catch::Matchers::ContainsSubstring;
+using kvtrim::AccumulateParams;
 using kvtrim::Full;
 using kvtrim::HeavyHitter;
 using kvtrim::HeavyMode;
@@ -30,8 +31,9 @@ P made(const std::string& spec, std::int32_t keep = 100, SinkForm form = SinkFor
   return std::get<P>(policy);
 }
 
-HeavyHitter::Params h2o(const std::string& keys, std::int32_t keep = 100) {
-  return made<HeavyHitter>("h2o" + keys, keep).params();
+template <HeavyMode Mode = HeavyMode::real_drop>
+auto h2o(const std::string& keys, std::int32_t keep = 100) {
+  return made<HeavyHitter<AccumulateParams, Mode>>("h2o" + keys, keep).params();
 }
 
 void make(const std::string& spec) {
@@ -42,19 +44,18 @@ void make(const std::string& spec) {
 
 TEST_CASE("policy spec: a name alone is the policy with its defaults", "[program]") {
   CHECK_NOTHROW(made<Full>("full"));
-  CHECK(made<StreamingSink>("streaming").params().sinks == 4);
-  CHECK(made<StreamingSink>("streaming").params().recent == 96);
+  CHECK(made<StreamingSink<SinkForm::exact>>("streaming").params().sinks == 4);
+  CHECK(made<StreamingSink<SinkForm::exact>>("streaming").params().recent == 96);
   const auto heavy = h2o("");
   CHECK(heavy.recent == 50);
   CHECK(heavy.heavy == 50);
   CHECK(heavy.sinks == 0);
-  CHECK(heavy.mode == HeavyMode::real_drop);
   CHECK(heavy.interval == 1);
   CHECK(heavy.grace == 0);
   CHECK(heavy.decay == 1.0F);
   CHECK_FALSE(heavy.age_normalised);
   CHECK_FALSE(heavy.squared);
-  const auto snapkv = made<SnapKVSelector>("snapkv").params();
+  const auto snapkv = made<SnapKVSelector<>>("snapkv").params();
   CHECK(snapkv.window == 32);
   CHECK(snapkv.kernel == 5);
   CHECK(snapkv.pooling == Pooling::average);
@@ -66,38 +67,35 @@ TEST_CASE("policy spec: a name alone is the policy with its defaults", "[program
 }
 
 TEST_CASE("policy spec: every key of streaming reaches the policy", "[program]") {
-  const auto p = made<StreamingSink>("streaming:sinks=7,form=pages").params();
+  const auto p = made<StreamingSink<SinkForm::pages>>("streaming:sinks=7,form=pages").params();
   CHECK(p.sinks == 7);
   CHECK(p.recent == 93);
-  CHECK(p.form == SinkForm::pages);
-  CHECK(made<StreamingSink>("streaming:form=exact", 100, SinkForm::pages).params().form ==
-        SinkForm::exact);
+  CHECK_NOTHROW(made<StreamingSink<SinkForm::exact>>("streaming:form=exact", 100, SinkForm::pages));
 }
 
 TEST_CASE("policy spec: streaming takes the caller's form where the spec names none", "[program]") {
-  CHECK(made<StreamingSink>("streaming", 100, SinkForm::pages).params().form == SinkForm::pages);
-  CHECK(made<StreamingSink>("streaming", 100, SinkForm::exact).params().form == SinkForm::exact);
+  CHECK_NOTHROW(made<StreamingSink<SinkForm::pages>>("streaming", 100, SinkForm::pages));
+  CHECK_NOTHROW(made<StreamingSink<SinkForm::exact>>("streaming", 100, SinkForm::exact));
 }
 
 TEST_CASE("policy spec: every key of h2o reaches the policy", "[program]") {
-  const auto p =
-      h2o(":recent=30,sinks=2,mode=promote,interval=8,grace=5,decay=0.5,age=1,squared=1");
+  const auto p = h2o<HeavyMode::promote>(
+      ":recent=30,sinks=2,mode=promote,interval=8,grace=5,decay=0.5,age=1,squared=1");
   CHECK(p.recent == 30);
   CHECK(p.sinks == 2);
   CHECK(p.heavy == 68);
-  CHECK(p.mode == HeavyMode::promote);
   CHECK(p.interval == 8);
   CHECK(p.grace == 5);
   CHECK(p.decay == 0.5F);
   CHECK(p.age_normalised);
   CHECK(p.squared);
-  CHECK(h2o(":mode=real_drop").mode == HeavyMode::real_drop);
+  CHECK(h2o(":mode=real_drop").recent == 50);
   CHECK_FALSE(h2o(":age=0").age_normalised);
   CHECK_FALSE(h2o(":squared=0").squared);
 }
 
 TEST_CASE("policy spec: every key of snapkv reaches the policy", "[program]") {
-  const auto p = made<SnapKVSelector>(
+  const auto p = made<SnapKVSelector<>>(
                      "snapkv:window=16,kernel=7,pool=max,rows=sum,group=max,columns=all,sinks=3")
                      .params();
   CHECK(p.window == 16);
@@ -109,7 +107,7 @@ TEST_CASE("policy spec: every key of snapkv reaches the policy", "[program]") {
   CHECK(p.sinks == 3);
   CHECK(p.budget == 100);
   const auto q =
-      made<SnapKVSelector>("snapkv:pool=avg,rows=max,group=sum,columns=candidates").params();
+      made<SnapKVSelector<>>("snapkv:pool=avg,rows=max,group=sum,columns=candidates").params();
   CHECK(q.pooling == Pooling::average);
   CHECK(q.rows == Reduction::max);
   CHECK(q.group == Reduction::sum);
@@ -130,14 +128,14 @@ TEST_CASE("policy spec: h2o's recent is a share of the budget below 1 and rows f
 }
 
 TEST_CASE("policy spec: greedy h2o has no recent window by default", "[program][edge]") {
-  CHECK(h2o(":mode=greedy").recent == 0);
-  CHECK(h2o(":mode=greedy").heavy == 100);
+  CHECK(h2o<HeavyMode::greedy>(":mode=greedy").recent == 0);
+  CHECK(h2o<HeavyMode::greedy>(":mode=greedy").heavy == 100);
   CHECK_THROWS_WITH(make("h2o:mode=greedy,recent=5"), ContainsSubstring("greedy has no window"));
 }
 
 TEST_CASE("policy spec: fewer rows than must be protected still make a policy", "[program][edge]") {
-  CHECK(made<StreamingSink>("streaming:sinks=8", 3).params().recent == 1);
-  CHECK(made<SnapKVSelector>("snapkv:window=32,sinks=4", 3).params().budget == 36);
+  CHECK(made<StreamingSink<SinkForm::exact>>("streaming:sinks=8", 3).params().recent == 1);
+  CHECK(made<SnapKVSelector<>>("snapkv:window=32,sinks=4", 3).params().budget == 36);
   CHECK(h2o(":recent=32", 3).heavy == 0);
   CHECK(h2o(":recent=0.5,sinks=8", 3).heavy == 0);
   CHECK(h2o(":recent=0.5,grace=8", 3).heavy == 6);
@@ -321,7 +319,7 @@ TEST_CASE("policy spec: every key of page reaches its parameters", "[program]") 
 
 TEST_CASE("policy spec: snapkv's named configuration, and keys on top of it", "[program]") {
   const auto maxima =
-      std::get<kvtrim::SnapKVSelector>(
+      std::get<kvtrim::SnapKVSelector<>>(
           PolicySpec("snapkv:config=maxima,kernel=7").make(200, kvtrim::SinkForm::exact))
           .params();
   CHECK(maxima.rows == kvtrim::Reduction::max);
@@ -409,7 +407,7 @@ TEST_CASE("policy spec: keys of the methods with budgets of their own reach them
   CHECK(pyramid.snapkv.window == 9);
   CHECK(pyramid.snapkv.budget == 100);
   const auto ada =
-      made<AdaKV<SnapKVSelector>>("adakv:safeguard=0.4,form=floor,over=all,kernel=7").params();
+      made<AdaKV<SnapKVSelector<>>>("adakv:safeguard=0.4,form=floor,over=all,kernel=7").params();
   CHECK(ada.safeguard == 0.4);
   CHECK(ada.form == kvtrim::AdaptiveForm::floor);
   CHECK(ada.over == kvtrim::AdaptiveOver::all_heads);
@@ -418,10 +416,10 @@ TEST_CASE("policy spec: keys of the methods with budgets of their own reach them
             .params()
             .inner.scores.future == 5);
   const auto critical =
-      made<CriticalKV<SnapKVSelector>>("criticalkv:first=0.3,epsilon=0.1").params();
+      made<CriticalKV<SnapKVSelector<>>>("criticalkv:first=0.3,epsilon=0.1").params();
   CHECK(critical.first_stage == 0.3);
   CHECK(critical.epsilon == 0.1F);
-  CHECK(made<CriticalKV<AdaKV<SnapKVSelector>>>("criticalkv:heads=adakv,safeguard=0.1")
+  CHECK(made<CriticalKV<AdaKV<SnapKVSelector<>>>>("criticalkv:heads=adakv,safeguard=0.1")
             .params()
             .inner.safeguard == 0.1);
 }

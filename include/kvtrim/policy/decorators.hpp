@@ -2,7 +2,7 @@
 #pragma once
 
 // A decorator changes the scores of a method and nothing else, and is itself the parameters of a score: whatever takes
-// scores takes decorated ones too, such as TopRows<PerLayer<KeyDiffParams>>.
+// scores takes decorated ones too, such as SnapKVSelector<ValueNorm<WindowParams>>.
 
 #include <kvtrim/policy/detail/check_sizes.hpp>
 #include <kvtrim/policy/detail/joined_name.hpp>

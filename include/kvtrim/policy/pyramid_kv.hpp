@@ -29,7 +29,7 @@ class PyramidKV {
  public:
   /// Parameters.
   struct Params {
-    SnapKVSelector::Params snapkv{};        ///< scores; its budget is the average over the layers
+    SnapKVSelector<>::Params snapkv{};      ///< scores; its budget is the average over the layers
     std::int64_t beta = 20;                 ///< the deepest layer keeps 1/beta of the average
     std::int64_t layers = 0;                ///< layers of the model; 0: those of the view
     PyramidForm form = PyramidForm::exact;  ///< whose arithmetic
@@ -76,7 +76,7 @@ class PyramidKV {
 
  private:
   Params params_;
-  SnapKVSelector snapkv_;
+  SnapKVSelector<> snapkv_;
 };
 static_assert(Policy<PyramidKV>);
 

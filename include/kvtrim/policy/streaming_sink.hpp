@@ -22,6 +22,7 @@ enum class SinkForm : std::uint8_t {
 /// Acts between steps, so a query sees up to sinks + recent rows plus those of its own step; `make_room` cuts before the
 /// step instead. In `pages` form, with pages of N rows, sinks + recent to ceil(sinks / N) * N + recent + N - 1 rows stay.
 ///
+/// \tparam Form  how page borders are treated
 /// \par Ties
 /// none: there are no scores. Rows are counted in position order
 /// \par Complexity
@@ -29,13 +30,16 @@ enum class SinkForm : std::uint8_t {
 /// \par Source
 /// Xiao et al., 2023, arXiv:2309.17453; differs: positions are kept unless `PositionMode::in_cache` is asked for, and
 /// `pages` is the default form
+template <SinkForm Form = SinkForm::pages>
 class StreamingSink {
+  static_assert(Form == SinkForm::pages || Form == SinkForm::exact,
+                "kvtrim::StreamingSink: Form must be SinkForm::pages or SinkForm::exact");
+
  public:
   /// Parameters.
   struct Params {
-    std::int64_t sinks = 4;           ///< first rows, always kept
-    std::int64_t recent = 1024;       ///< last rows, always kept
-    SinkForm form = SinkForm::pages;  ///< how page borders are treated
+    std::int64_t sinks = 4;      ///< first rows, always kept
+    std::int64_t recent = 1024;  ///< last rows, always kept
     std::int64_t capacity =
         0;  ///< rows that the cache can hold; recent is cut to capacity - sinks. 0: no limit
     /// Rows that stay at most after a cut, whole pages counted: recent is cut to hard_budget - sinks, and in `pages` form
@@ -49,7 +53,7 @@ class StreamingSink {
 
   /// \throws std::invalid_argument if recent is below 1, sinks are negative, either is beyond 31 bits, sinks are not
   ///   below the capacity, or the hard budget leaves no window
-  explicit constexpr StreamingSink(const Params& params) : params_(params) {
+  explicit constexpr StreamingSink(Params params) : params_(params) {
     detail::check_sizes("kvtrim::StreamingSink",
                         detail::Sizes{{"sinks", params_.sinks}, {"recent", params_.recent, 1}});
     detail::check_sizes("kvtrim::StreamingSink",
@@ -113,18 +117,19 @@ class StreamingSink {
     }
     recent -= incoming_;
     Status status = Status::ok;
-    if (params_.form == SinkForm::pages && params_.hard_budget > 0 &&
-        rows_on_pages(in, recent) + incoming_ > params_.hard_budget) {
-      const std::int32_t window = whole_page_window(in);
-      recent = std::min(recent, std::max(1, window));
-      if (window < 1) { status = Status::over_budget; }
+    if constexpr (Form == SinkForm::pages) {
+      if (params_.hard_budget > 0 && rows_on_pages(in, recent) + incoming_ > params_.hard_budget) {
+        const std::int32_t window = whole_page_window(in);
+        recent = std::min(recent, std::max(1, window));
+        if (window < 1) { status = Status::over_budget; }
+      }
     }
     return {below_sinks ? in.budget : sinks + recent, {sinks, recent}, recent, status};
   }
 
   /// Depends on the form.
   [[nodiscard]] constexpr Removal removal() const noexcept {
-    return params_.form == SinkForm::pages ? Removal::drop_pages : Removal::overwrite_slot;
+    return Form == SinkForm::pages ? Removal::drop_pages : Removal::overwrite_slot;
   }
   /// None.
   [[nodiscard]] constexpr NoScores scorer() const noexcept { return {}; }
@@ -158,6 +163,7 @@ class StreamingSink {
   Params params_;
   std::int32_t incoming_ = 0;
 };
-static_assert(Policy<StreamingSink>);
+static_assert(Policy<StreamingSink<>>);
+static_assert(Policy<StreamingSink<SinkForm::exact>>);
 
 }  // namespace kvtrim

@@ -19,8 +19,7 @@ enum class PoolColumns : std::uint8_t {
   all_columns,  ///< the observation window's columns too
 };
 
-/// Parameters of `WindowScorer`: SnapKV's scores, for use with decorators (TopRows<ValueNorm<WindowParams>>). Without
-/// decorators, use `SnapKVSelector`.
+/// Parameters of `WindowScorer`: SnapKV's scores. Decorated ones fit in its place: SnapKVSelector<ValueNorm<WindowParams>>.
 ///
 /// \par Source
 /// Li et al., 2024, arXiv:2404.14469

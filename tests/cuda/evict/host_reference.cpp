@@ -11,42 +11,29 @@
 
 namespace kvtrim::test {
 
-namespace {
-
 template <class P>
-Plan planned(const P& policy, const CacheView& view, const Observation& obs, Removal removal) {
+Plan host_plan(const P& policy, const CacheView& view, const Observation& obs, Removal removal) {
   std::vector<std::byte> workspace(plan_workspace_bytes(policy, plan_shape(view, obs)));
   PlanOptions options;
   options.removal = removal;
   return Plan(plan(policy, view, obs, workspace, options));
 }
 
-}  // namespace
-
-Plan host_plan(const StreamingSink& policy,
-               const CacheView& view,
-               const Observation& obs,
-               Removal removal) {
-  return planned(policy, view, obs, removal);
-}
-Plan host_plan(const HeavyHitter& policy,
-               const CacheView& view,
-               const Observation& obs,
-               Removal removal) {
-  return planned(policy, view, obs, removal);
-}
-Plan host_plan(const ByScore& policy,
-               const CacheView& view,
-               const Observation& obs,
-               Removal removal) {
-  return planned(policy, view, obs, removal);
-}
-
-Plan host_plan(const SnapKVSelector& policy,
-               const CacheView& view,
-               const Observation& obs,
-               Removal removal) {
-  return planned(policy, view, obs, removal);
-}
+template Plan host_plan(const ByScore&, const CacheView&, const Observation&, Removal);
+template Plan host_plan(const SnapKVSelector<>&, const CacheView&, const Observation&, Removal);
+template Plan host_plan(const StreamingSink<>&, const CacheView&, const Observation&, Removal);
+template Plan host_plan(const StreamingSink<SinkForm::exact>&,
+                        const CacheView&,
+                        const Observation&,
+                        Removal);
+template Plan host_plan(const HeavyHitter<>&, const CacheView&, const Observation&, Removal);
+template Plan host_plan(const HeavyHitter<AccumulateParams, HeavyMode::greedy>&,
+                        const CacheView&,
+                        const Observation&,
+                        Removal);
+template Plan host_plan(const HeavyHitter<AccumulateParams, HeavyMode::promote>&,
+                        const CacheView&,
+                        const Observation&,
+                        Removal);
 
 }  // namespace kvtrim::test

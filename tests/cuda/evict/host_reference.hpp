@@ -36,23 +36,8 @@ struct ByScore {
 };
 static_assert(Policy<ByScore>);
 
-/// `kvtrim::plan` with memory of its own.
-Plan host_plan(const StreamingSink& policy,
-               const CacheView& view,
-               const Observation& obs,
-               Removal removal);
-Plan host_plan(const HeavyHitter& policy,
-               const CacheView& view,
-               const Observation& obs,
-               Removal removal);
-Plan host_plan(const ByScore& policy,
-               const CacheView& view,
-               const Observation& obs,
-               Removal removal);
-
-Plan host_plan(const SnapKVSelector& policy,
-               const CacheView& view,
-               const Observation& obs,
-               Removal removal);
+/// `kvtrim::plan` with memory of its own; host_reference.cpp lists the policies that it is compiled for.
+template <class P>
+Plan host_plan(const P& policy, const CacheView& view, const Observation& obs, Removal removal);
 
 }  // namespace kvtrim::test

@@ -133,7 +133,7 @@ TEST_CASE("cuda::plan: StreamingSink exact packs in order, one more row overwrit
   shape.seed = GENERATE(1U, 2U);
   World world(shape);
   const std::int64_t recent = GENERATE(8, 29);
-  same(world, StreamingSink({.sinks = 2, .recent = recent, .form = SinkForm::exact}));
+  same(world, StreamingSink<SinkForm::exact>({.sinks = 2, .recent = recent}));
 }
 
 TEST_CASE("cuda::plan: HeavyHitter keeps, moves and releases what the host does",
@@ -157,14 +157,16 @@ TEST_CASE("cuda::plan: HeavyHitter's modes, age and grace", "[cuda][parity]") {
   WorldShape shape;
   shape.shuffled = true;
   World world(shape);
-  const int which = GENERATE(0, 1, 2);
-  HeavyHitter::Params p;
-  p.heavy = 9;
-  p.recent = which == 0 ? 0 : 4;
-  p.mode = which == 0 ? HeavyMode::greedy : which == 1 ? HeavyMode::promote : HeavyMode::real_drop;
-  p.age_normalised = which == 2;
-  p.grace = which == 2 ? 6 : 0;
-  same(world, HeavyHitter(p));
+  switch (GENERATE(0, 1, 2)) {
+    case 0:
+      return same(world, HeavyHitter<AccumulateParams, HeavyMode::greedy>({.heavy = 9}));
+    case 1:
+      return same(world,
+                  HeavyHitter<AccumulateParams, HeavyMode::promote>({.heavy = 9, .recent = 4}));
+    default:
+      return same(world,
+                  HeavyHitter({.heavy = 9, .recent = 4, .grace = 6, .age_normalised = true}));
+  }
 }
 
 TEST_CASE("cuda::plan: ready-made scores, in every layout", "[cuda][parity]") {
@@ -200,7 +202,7 @@ TEST_CASE("cuda::plan: a second apply, a changed table or a commit too early are
           "[cuda][fault]") {
   WorldShape shape;
   World world(shape);
-  const StreamingSink policy({.sinks = 1, .recent = 6, .form = SinkForm::exact});
+  const StreamingSink<SinkForm::exact> policy({.sinks = 1, .recent = 6});
   const CacheView device = world.device_view();
   DeviceSide side(world, policy);
   cuda::DeviceTables tables;
@@ -455,7 +457,7 @@ TEST_CASE("cuda::plan: lengths instead of states, and CSR tables", "[cuda][parit
     host.table.indptr = starts.data();
     device.table.indptr = device_starts.data();
   }
-  const StreamingSink policy({.sinks = 3, .recent = 7, .form = SinkForm::exact});
+  const StreamingSink<SinkForm::exact> policy({.sinks = 3, .recent = 7});
   Plan wanted = kvtrim::test::host_plan(policy, host, {}, Removal::automatic);
   DeviceSide side(world, policy);
   ok(cuda::prepare(policy, side.workspace.shape));
