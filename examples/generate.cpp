@@ -185,7 +185,7 @@ int main(int argc, char** argv) {
   app.add_option("--threads", o.threads, "threads; 0: all cores")
       ->check(CLI::Range(0, 4096))
       ->capture_default_str();
-  app.footer(std::string("\n") + program::spec_help);
+  app.footer(std::string("\n") + program::spec_help());
   CLI11_PARSE(app, argc, argv);
   return program::run("generate", [&] { return generate(o); });
 }

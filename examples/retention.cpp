@@ -557,7 +557,7 @@ int main(int argc, char** argv) {
       ->capture_default_str();
   app.add_flag(
       "--demo", o.demo, "the README's demonstration: few prompts, six policies at three sizes");
-  app.footer(std::string("\n") + program::spec_help +
+  app.footer(std::string("\n") + program::spec_help() +
              "Here streaming is form=exact unless asked.\n");
   CLI11_PARSE(app, argc, argv);
   return program::run("retention", [&] { return evaluate(o); });

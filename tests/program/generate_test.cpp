@@ -115,11 +115,12 @@ TEST_CASE("generate: every policy generates on, over heads of different lengths 
   const std::string path = folder.with(
       "filters.f32",
       std::string(reinterpret_cast<const char*>(filters.data()), filters.size() * sizeof(float)));
-  for (const auto& policy : program::detail::known_policies()) {
-    const auto& keys = policy.keys;
+  for (const auto& policy : program::methods) {
+    const auto keys = program::keys_of(policy.name);
     std::string spec = std::string(policy.name);
     if (policy.name != "full") spec += ":budget=20";
-    if (std::find(keys.begin(), keys.end(), "kernel") != keys.end()) spec += ",window=4";
+    if (std::ranges::find(keys, "kernel", &program::SpecKey::name) != keys.end())
+      spec += ",window=4";
     if (policy.name == "chunkkv") spec += ",chunk=4";
     if (policy.name == "lagkv") spec += ",lag=6";
     for (const bool in_cache : {false, true}) {

@@ -2,8 +2,12 @@
 #include "program/policy_spec.hpp"
 
 #include <cstdint>
+#include <iterator>
+#include <set>
 #include <stdexcept>
 #include <string>
+#include <string_view>
+#include <type_traits>
 #include <variant>
 #include <vector>
 
@@ -263,17 +267,44 @@ TEST_CASE("policy spec: a part that is not key=value, and a key given twice, are
 }
 
 TEST_CASE("policy spec: the help names every policy and every key", "[program]") {
-  const std::string help = program::spec_help;
-  for (const auto& policy : program::detail::known_policies()) {
+  const std::string help = program::spec_help();
+  for (const auto& policy : program::methods) {
     const std::size_t begin = help.find("\n  " + std::string(policy.name));
     REQUIRE(begin != std::string::npos);
-    for (const std::string_view key : policy.keys) {
-      INFO(policy.name << ' ' << key);
-      CHECK(help.find(" " + std::string(key) + "=", begin) != std::string::npos);
+    for (const program::SpecKey& key : program::keys_of(policy.name)) {
+      INFO(policy.name << ' ' << key.name);
+      CHECK(help.find(" " + key.name + "=" + key.values, begin) != std::string::npos);
     }
   }
   CHECK(help.find("removed=") != std::string::npos);
   CHECK(help.find("budget=") != std::string::npos);
+}
+
+TEST_CASE("policy spec: the help shows defaults first", "[program]") {
+  const std::string help = program::spec_help();
+  for (const char* part : {"\n  streaming  sinks=4 form=pages|exact\n",
+                           " mode=real_drop|greedy|promote ",
+                           " pool=avg|max ",
+                           " safeguard=0.2 ",
+                           " epsilon=0.0001 ",
+                           " unit=layer|group|head ",
+                           " rows=max|mean|sum ",
+                           " kernel=9 ",
+                           "\n  tova       protect=1|0 "}) {
+    INFO(part);
+    CHECK(help.find(part) != std::string::npos);
+  }
+}
+
+TEST_CASE("policy spec: a policy's word is its class's name up to what is inside", "[program]") {
+  std::set<std::string_view> words;
+  for (const auto& policy : program::methods) { words.insert(policy.name); }
+  CHECK(words.size() == std::size(program::methods));
+  const auto names = []<class... P>(std::type_identity<std::variant<P...>>) {
+    return std::set<std::string_view>{
+        std::string_view(P::name).substr(0, std::string_view(P::name).find('<'))...};
+  }(std::type_identity<program::AnyPolicy>{});
+  CHECK(words == names);
 }
 
 TEST_CASE("policy spec: every key of page reaches its parameters", "[program]") {
@@ -333,7 +364,7 @@ TEST_CASE("policy spec: snapkv's named configuration, and keys on top of it", "[
 
 TEST_CASE("policy spec: every name makes a policy that keeps the rows it is asked for",
           "[program]") {
-  for (const auto& policy : program::detail::known_policies()) {
+  for (const auto& policy : program::methods) {
     if (policy.name == "full") continue;
     const auto made = PolicySpec(std::string(policy.name)).make(200, SinkForm::exact);
     std::visit(

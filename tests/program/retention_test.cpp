@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <filesystem>
+#include <iterator>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <random>
@@ -256,10 +257,11 @@ TEST_CASE("retention: every policy keeps what it is asked for, heads and layers 
       "filters.f32",
       std::string(reinterpret_cast<const char*>(filters.data()), filters.size() * sizeof(float)));
   Arguments arguments{"--prompts", s.prompts, "--filters", path, "--removed", "0.5", "--policy"};
-  for (const auto& policy : program::detail::known_policies()) {
-    const auto& keys = policy.keys;
+  for (const auto& policy : program::methods) {
+    const auto keys = program::keys_of(policy.name);
     std::string spec = std::string(policy.name);
-    if (std::find(keys.begin(), keys.end(), "kernel") != keys.end()) spec += ":window=4";
+    if (std::ranges::find(keys, "kernel", &program::SpecKey::name) != keys.end())
+      spec += ":window=4";
     if (policy.name == "chunkkv") spec += ",chunk=4";
     if (policy.name == "lagkv") spec += ":lag=6";
     arguments.push_back(spec);
@@ -268,7 +270,7 @@ TEST_CASE("retention: every policy keeps what it is asked for, heads and layers 
     Arguments with_mode = arguments;
     with_mode.insert(with_mode.begin(), {"--mode", mode});
     const auto lines = s.lines(with_mode);
-    REQUIRE(lines.size() == program::detail::known_policies().size());
+    REQUIRE(lines.size() == std::size(program::methods));
     for (const auto& line : lines) {
       INFO(mode << ' ' << line.dump());
       const int rows = mode == "aware" ? 39 : 30;
