@@ -76,7 +76,7 @@ void same(World& world,
   const CacheView host = world.host_view();
   const CacheView device = world.device_view();
   Plan wanted = kvtrim::test::host_plan(policy, host, obs, removal);
-  const PlanView want = wanted.view();
+  const PlanRef want = wanted.ref();
 
   DeviceSide side(world, policy);
   cuda::DevicePlanOptions options;
@@ -276,7 +276,7 @@ TEST_CASE("cuda::plan: into spare pages, all old ones are released", "[cuda]") {
   // The host packs in place: kept rows in the same order, on other pages.
   const CacheView host = world.host_view();
   Plan wanted = kvtrim::test::host_plan(policy, host, {}, Removal::automatic);
-  const PlanView want = wanted.view();
+  const PlanRef want = wanted.ref();
   const std::vector<std::byte> before = world.host().pool;
 
   const DeviceBuffer<std::int32_t> spares(world.spares(), "spare pages");
@@ -465,6 +465,6 @@ TEST_CASE("cuda::plan: lengths instead of states, and CSR tables", "[cuda][parit
   ok(cuda::apply(side.workspace, device, nullptr));
   CHECK(side.report().status == Status::ok);
   CHECK(side.report().evicted == wanted.view().evicted_rows());
-  REQUIRE(apply(wanted.view(), host) == Status::ok);
+  REQUIRE(apply(wanted.ref(), host) == Status::ok);
   CHECK(world.difference() == "");
 }

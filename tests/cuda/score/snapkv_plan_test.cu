@@ -108,7 +108,7 @@ TEST_CASE("cuda::plan: SnapKVSelector from queries keeps the host's rows", "[cud
   CHECK(report.status == Status::ok);
   CHECK(report.evicted == wanted.view().evicted_rows());
   CHECK(report.evicted > 0);
-  REQUIRE(apply(wanted.view(), host) == Status::ok);
+  REQUIRE(apply(wanted.ref(), host) == Status::ok);
   CHECK(world.difference() == "");
 }
 
