@@ -46,7 +46,7 @@ enum class DType : std::uint8_t {
 
 /// Name of `t`, spelled as in the enumeration.
 [[nodiscard]] constexpr std::string_view to_string(DType t) noexcept {
-  return detail::name_of(t, {"f32", "f16", "bf16", "f8e4m3", "f8e5m2", "i8", "opaque"});
+  return detail::enumerator_name(t, {"f32", "f16", "bf16", "f8e4m3", "f8e5m2", "i8", "opaque"});
 }
 
 /// Value of IEEE binary16 bits; exact, subnormals and NaN included.

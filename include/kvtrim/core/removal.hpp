@@ -21,7 +21,7 @@ enum class Removal : std::uint8_t {
 
 /// Name of `r`, spelled as in the enumeration.
 [[nodiscard]] constexpr std::string_view to_string(Removal r) noexcept {
-  return detail::name_of(
+  return detail::enumerator_name(
       r, {"automatic", "drop_pages", "overwrite_slot", "fill_holes", "stable_pack"});
 }
 
@@ -34,7 +34,7 @@ enum class PositionMode : std::uint8_t {
 
 /// Name of `m`, spelled as in the enumeration.
 [[nodiscard]] constexpr std::string_view to_string(PositionMode m) noexcept {
-  return detail::name_of(m, {"keep", "in_cache", "sinks_follow"});
+  return detail::enumerator_name(m, {"keep", "in_cache", "sinks_follow"});
 }
 
 /// What happens to rows in pages that other sequences also hold. Shared pages are never written.

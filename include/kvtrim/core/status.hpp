@@ -36,27 +36,27 @@ enum class [[nodiscard]] Status : std::uint8_t {
 
 /// Name of `s`, spelled as in the enumeration; "unknown" for a value outside it.
 [[nodiscard]] constexpr std::string_view to_string(Status s) noexcept {
-  return detail::name_of(s,
-                         {"ok",
-                          "over_budget",
-                          "out_of_pages",
-                          "stale_plan",
-                          "not_applied",
-                          "unequal_budget",
-                          "chunk_too_long",
-                          "rows_unordered",
-                          "shared_page",
-                          "planes_disagree",
-                          "no_such_sequence",
-                          "too_many_rows",
-                          "too_many_sequences",
-                          "workspace_too_small",
-                          "bad_observation",
-                          "page_out_of_range",
-                          "page_twice",
-                          "length_beyond_table",
-                          "bad_plan",
-                          "bad_options"});
+  return detail::enumerator_name(s,
+                                 {"ok",
+                                  "over_budget",
+                                  "out_of_pages",
+                                  "stale_plan",
+                                  "not_applied",
+                                  "unequal_budget",
+                                  "chunk_too_long",
+                                  "rows_unordered",
+                                  "shared_page",
+                                  "planes_disagree",
+                                  "no_such_sequence",
+                                  "too_many_rows",
+                                  "too_many_sequences",
+                                  "workspace_too_small",
+                                  "bad_observation",
+                                  "page_out_of_range",
+                                  "page_twice",
+                                  "length_beyond_table",
+                                  "bad_plan",
+                                  "bad_options"});
 }
 
 /// Whether a plan with this status may be applied: `ok` or `over_budget`.

@@ -70,7 +70,8 @@ enum class TableScope : std::uint8_t {
 namespace detail {
 /// Name of an enumerator, where they count from 0; "unknown" for a value outside the enumeration.
 template <class E, std::size_t N>
-[[nodiscard]] constexpr std::string_view name_of(E e, const std::string_view (&names)[N]) noexcept {
+[[nodiscard]] constexpr std::string_view enumerator_name(
+    E e, const std::string_view (&names)[N]) noexcept {
   const auto i = static_cast<std::size_t>(e);
   return i < N ? names[i] : "unknown";
 }
