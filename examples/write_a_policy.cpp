@@ -16,13 +16,11 @@ struct FadingNorm {
   static constexpr std::string_view title = "Fading";
   static constexpr kvtrim::Protection protects{.sinks = 4, .recent = 0};
   float half_life = 64;
-
   constexpr void check(std::string_view who) const {
     if (!(half_life > 0)) {
       kvtrim::throw_invalid_argument("{}: half_life {} must be above 0", who, half_life);
     }
   }
-
   std::size_t scratch_bytes(const kvtrim::PlanShape& shape) const noexcept {
     return sizeof(float) * static_cast<std::size_t>(shape.head_dim);
   }
@@ -34,12 +32,11 @@ struct FadingNorm {
              std::span<std::byte> scratch,
              std::span<float> out) const noexcept {
     auto* const key = reinterpret_cast<float*>(scratch.data());
-    const kvtrim::Plane& keys = head.view.k;
     const std::int32_t next = head.state().next_position;
     for (std::int32_t r = 0; r < head.live_rows(); ++r) {
-      kvtrim::load_row(keys, head.key(r), key);  // whatever its layout and dtype
+      kvtrim::load_row(head.view.k, head.key(r), key);  // whatever its layout and dtype
       float square = 0;
-      for (std::int32_t d = 0; d < keys.head_dim; ++d) { square += key[d] * key[d]; }
+      for (std::int32_t d = 0; d < head.view.k.head_dim; ++d) { square += key[d] * key[d]; }
       const auto age = static_cast<float>(next - raw(head.position(r)));
       out[static_cast<std::size_t>(r)] = std::sqrt(square) * std::exp2(-age / half_life);
     }
