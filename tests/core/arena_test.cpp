@@ -106,3 +106,23 @@ TEST_CASE("arena: no buffer, and a negative count, give nothing", "[arena][edge]
   CHECK(arena.ok());
   CHECK(arena.bytes() <= 2 * Arena::alignment);
 }
+
+TEST_CASE("arena: the rest of a buffer of any size and alignment is taken and fits",
+          "[arena][edge]") {
+  std::vector<std::byte> memory(4 * Arena::alignment);
+  for (std::size_t begin = 0; begin < Arena::alignment; ++begin) {
+    for (std::size_t size = 2 * Arena::alignment; size <= 3 * Arena::alignment; ++size) {
+      const auto buffer = std::span(memory).subspan(begin, size);
+      Arena arena(buffer);
+      const auto first = arena.take<float>(1);
+      const auto rest = arena.rest();
+      REQUIRE(arena.ok());
+      REQUIRE(rest.data() == reinterpret_cast<std::byte*>(first.data()) + Arena::alignment);
+      REQUIRE(rest.data() + rest.size() == buffer.data() + buffer.size());
+    }
+  }
+  Arena small{std::span(memory).first(1)};
+  static_cast<void>(small.take<float>(32));
+  CHECK(small.rest().empty());
+  CHECK_FALSE(small.ok());
+}

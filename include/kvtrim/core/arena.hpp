@@ -44,9 +44,12 @@ class Arena {
     return {reinterpret_cast<T*>(base_ + begin), static_cast<std::size_t>(count < 0 ? 0 : count)};
   }
 
-  /// Takes what is left of the buffer.
+  /// Takes what is left of the buffer, down to the last byte; an empty span if the buffer is already too small.
   [[nodiscard]] std::span<std::byte> rest() noexcept {
-    return take<std::byte>(static_cast<std::int64_t>(size_ < used_ ? 0 : size_ - used_));
+    if (!ok()) { return {}; }
+    const std::size_t begin = used_;
+    used_ = size_;
+    return {base_ + begin, size_ - begin};
   }
 
   /// Whether everything taken so far fits the buffer.
