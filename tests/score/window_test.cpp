@@ -7,6 +7,7 @@
 #include "catch.hpp"
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -656,8 +657,9 @@ TEST_CASE("window: SnapKVSelector keeps the same rows on any executor, page size
                                  std::byte{0xFF});
       std::vector<std::byte> three(plan_workspace_bytes(policy, plan_shape(view, c.obs, 3)),
                                    std::byte{0xFF});
-      for (const PlanRef& made :
-           {plan(policy, view, c.obs, one), plan(policy, view, c.obs, three, {}, executor)}) {
+      const std::array plans{plan(policy, view, c.obs, one),
+                             plan(policy, view, c.obs, three, {}, executor)};
+      for (const auto& made : plans) {
         REQUIRE(made.status() == Status::ok);
         std::vector<std::vector<std::int32_t>> kept(2);
         for (std::int32_t h = 0; h < 2; ++h) {
