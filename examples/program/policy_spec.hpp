@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// A policy as a word on the command line. methods.hpp lists the policies and their keys.
+// A policy as a word on the command line. methods.hpp names the policies, methods.cpp their keys.
 
 #include <kvtrim/budget/rows.hpp>
 
@@ -24,7 +24,7 @@ namespace program {
 /// \throws std::invalid_argument if there is none; the text lists the names
 [[nodiscard]] inline const Method& method_of(std::string_view name) {
   std::string known;
-  for (const Method& m : methods) {
+  for (const Method& m : methods()) {
     if (m.name == name) return m;
     known += (known.empty() ? "" : ", ") + std::string(m.name);
   }
@@ -42,7 +42,7 @@ namespace program {
 [[nodiscard]] inline std::string spec_help() {
   std::string text =
       "SPEC is a name, or name:key=value,... with these keys; a first word is the default:\n";
-  for (const Method& m : methods) {
+  for (const Method& m : methods()) {
     std::string words, line = "  " + std::string(m.name);
     for (const SpecKey& key : keys_of(m.name)) words += key.name + "=" + key.values + " ";
     if (!m.note.empty()) words += "(" + std::string(m.note) + ")";

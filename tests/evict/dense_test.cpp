@@ -10,6 +10,7 @@
 #include <kvtrim/score/window.hpp>
 
 #include "catch.hpp"
+#include "support/instances.hpp"
 #include "support/shadow_cache.hpp"
 
 #include <algorithm>

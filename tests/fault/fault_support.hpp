@@ -13,6 +13,8 @@
 #include <kvtrim/evict/rerotate.hpp>
 #include <kvtrim/observe/query_ring.hpp>
 
+#include "support/instances.hpp"
+
 #include <algorithm>
 #include <cmath>
 #include <cstddef>

@@ -11,6 +11,7 @@
 #include <kvtrim/score/window.hpp>
 
 #include "catch.hpp"
+#include "support/instances.hpp"
 
 #include <cstddef>
 #include <cstdint>

@@ -6,6 +6,7 @@
 #include <kvtrim/evict/planner.hpp>
 
 #include "catch.hpp"
+#include "support/instances.hpp"
 
 #include <cstddef>
 #include <cstdint>

@@ -8,6 +8,7 @@
 #include <kvtrim/score/accumulated.hpp>
 
 #include "catch.hpp"
+#include "support/instances.hpp"
 
 #include <algorithm>
 #include <cmath>

@@ -8,6 +8,7 @@
 #include <kvtrim/score/window.hpp>
 
 #include "catch.hpp"
+#include "support/instances.hpp"
 
 #include <algorithm>
 #include <cmath>

@@ -12,6 +12,7 @@
 
 #include "catch.hpp"
 #include "support/by_score.hpp"
+#include "support/instances.hpp"
 
 #include <algorithm>
 #include <cstddef>

@@ -115,7 +115,7 @@ TEST_CASE("generate: every policy generates on, over heads of different lengths 
   const std::string path = folder.with(
       "filters.f32",
       std::string(reinterpret_cast<const char*>(filters.data()), filters.size() * sizeof(float)));
-  for (const auto& policy : program::methods) {
+  for (const auto& policy : program::methods()) {
     const auto keys = program::keys_of(policy.name);
     std::string spec = std::string(policy.name);
     if (policy.name != "full") spec += ":budget=20";

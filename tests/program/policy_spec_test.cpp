@@ -268,7 +268,7 @@ TEST_CASE("policy spec: a part that is not key=value, and a key given twice, are
 
 TEST_CASE("policy spec: the help names every policy and every key", "[program]") {
   const std::string help = program::spec_help();
-  for (const auto& policy : program::methods) {
+  for (const auto& policy : program::methods()) {
     const std::size_t begin = help.find("\n  " + std::string(policy.name));
     REQUIRE(begin != std::string::npos);
     for (const program::SpecKey& key : program::keys_of(policy.name)) {
@@ -298,8 +298,8 @@ TEST_CASE("policy spec: the help shows defaults first", "[program]") {
 
 TEST_CASE("policy spec: a policy's word is its class's name up to what is inside", "[program]") {
   std::set<std::string_view> words;
-  for (const auto& policy : program::methods) { words.insert(policy.name); }
-  CHECK(words.size() == std::size(program::methods));
+  for (const auto& policy : program::methods()) { words.insert(policy.name); }
+  CHECK(words.size() == program::methods().size());
   const auto names = []<class... P>(std::type_identity<std::variant<P...>>) {
     return std::set<std::string_view>{
         std::string_view(P::name).substr(0, std::string_view(P::name).find('<'))...};
@@ -364,7 +364,7 @@ TEST_CASE("policy spec: snapkv's named configuration, and keys on top of it", "[
 
 TEST_CASE("policy spec: every name makes a policy that keeps the rows it is asked for",
           "[program]") {
-  for (const auto& policy : program::methods) {
+  for (const auto& policy : program::methods()) {
     if (policy.name == "full") continue;
     const auto made = PolicySpec(std::string(policy.name)).make(200, SinkForm::exact);
     std::visit(

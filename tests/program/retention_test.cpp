@@ -257,7 +257,7 @@ TEST_CASE("retention: every policy keeps what it is asked for, heads and layers 
       "filters.f32",
       std::string(reinterpret_cast<const char*>(filters.data()), filters.size() * sizeof(float)));
   Arguments arguments{"--prompts", s.prompts, "--filters", path, "--removed", "0.5", "--policy"};
-  for (const auto& policy : program::methods) {
+  for (const auto& policy : program::methods()) {
     const auto keys = program::keys_of(policy.name);
     std::string spec = std::string(policy.name);
     if (std::ranges::find(keys, "kernel", &program::SpecKey::name) != keys.end())
@@ -270,7 +270,7 @@ TEST_CASE("retention: every policy keeps what it is asked for, heads and layers 
     Arguments with_mode = arguments;
     with_mode.insert(with_mode.begin(), {"--mode", mode});
     const auto lines = s.lines(with_mode);
-    REQUIRE(lines.size() == std::size(program::methods));
+    REQUIRE(lines.size() == program::methods().size());
     for (const auto& line : lines) {
       INFO(mode << ' ' << line.dump());
       const int rows = mode == "aware" ? 39 : 30;

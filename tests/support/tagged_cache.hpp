@@ -7,6 +7,8 @@
 #include <kvtrim/cache/paged_cache.hpp>
 #include <kvtrim/evict/evict.hpp>
 
+#include "support/instances.hpp"
+
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
