@@ -40,7 +40,8 @@ using RowLocalScorerOf = typename ScorerOf<Scores>::type;
 
 /// Base of scorer `S`: scores all rows by its `score_rows`.
 template <class S>
-struct RowByRow {
+class RowByRow {
+ public:
   /// Writes the score of each live row; a hole's is 0.
   void score(const HeadRef& head,
              const Observation& obs,
@@ -48,6 +49,10 @@ struct RowByRow {
              std::span<float> out) const noexcept {
     static_cast<const S&>(*this).score_rows(head, obs, 0, scratch, out);
   }
+
+ private:
+  constexpr RowByRow() noexcept = default;
+  friend S;  // no other class can be put where an S is meant
 };
 }  // namespace detail
 

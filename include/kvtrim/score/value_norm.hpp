@@ -27,6 +27,8 @@ namespace kvtrim {
 /// Devoto et al., 2025, arXiv:2510.00636
 class ValueNormFactor : public detail::RowByRow<ValueNormFactor> {
  public:
+  constexpr ValueNormFactor() noexcept = default;
+
   /// Working space of one call.
   [[nodiscard]] std::size_t scratch_bytes(const PlanShape& shape) const noexcept {
     return detail::row_block_bytes(shape.value_dim);
