@@ -71,10 +71,15 @@ namespace detail::stage {
   if (usable(status)) {
     for (const SelectScratch& worker : draft.memory.workers) { header.nan_count += worker.nan; }
     draft.for_each_table([&](SequenceId s, std::int32_t t) {
+      const TablePlan& table = draft.plan.table(s, t);
+      header.kept_rows += static_cast<std::int64_t>(table.live_before) *
+                          draft.view.layers_per_table() * draft.view.heads_per_table();
+      if (!table.evicts) { return; }
       draft.for_each_head(s, t, [&](const HeadRef& at) {
         const HeadPlan& head = draft.plan.head(at);
         header.evicted_rows += head.evicted;
-        header.kept_rows += draft.plan.table(s, t).live_before - head.evicted;
+        header.kept_rows -= head.evicted;
+        if (head.moved == 0) { return; }
         header.bytes_moved += head.moved * moved_row_bytes(draft.view, at.layer, at.head);
       });
     });

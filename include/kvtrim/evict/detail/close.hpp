@@ -101,24 +101,23 @@ struct Closing {
     first = std::min(first, e), last = e;
   }
   c.release(stays);
+  const bool rotates = c.draft.rotates();
   bool turns_shared = false;
   c.for_each_head([&](const HeadRef& head) {
-    HeadPlan& own = c.draft.plan.head(head);
-    own = {};
     std::int32_t* const out = c.draft.plan.rows(head);
     const std::int32_t* const positions = head.positions();
+    std::int32_t evicted = 0;
     for (std::int32_t e = first; e <= last; ++e) {
       if (stays(e)) { continue; }
-      const std::int32_t begin = span.begin(e);
-      const std::int32_t count = span.end(e) - begin;
-      for (std::int32_t i = 0; positions == nullptr && i < count; ++i) {
-        out[own.evicted + i] = raw(head.position(begin + i));
+      const std::int32_t end = span.end(e);
+      for (std::int32_t r = span.begin(e); r < end; ++r) {
+        out[evicted++] = positions != nullptr ? positions[r] : raw(head.position(r));
       }
-      if (positions != nullptr) { std::copy_n(positions + begin, count, out + own.evicted); }
-      own.evicted += count;
     }
+    c.draft.plan.head(head) = {.evicted = evicted};
+    if (!rotates) { return; }
     std::int32_t rank = 0;
-    for (std::int32_t r = 0; c.draft.rotates() && r < plan.live_before; ++r) {
+    for (std::int32_t r = 0; r < plan.live_before; ++r) {
       const auto e = static_cast<std::int32_t>(c.draft.entry_of(c.s, r));
       if (!stays(e)) { continue; }
       turns_shared = turns_shared || (c.shared(e) && c.draft.turns(head, r, rank));
@@ -249,7 +248,8 @@ struct Closing {
 template <Policy P>
 [[nodiscard]] Status close_drop(const Closing& c, const Demand& demand) noexcept {
   const auto flags = c.draft.entries(c.s, c.t);
-  if constexpr (!PagePolicy<P>) { std::ranges::fill(flags, std::uint8_t{0}); }
+  if constexpr (PagePolicy<P>) { return drop_entries(c, flags); }
+  std::ranges::fill(flags, std::uint8_t{0});
   if constexpr (by_position<P>) {
     const CandidateRange range = candidates(demand.protection, c.plan.live_before);
     const PageSpan span{c.plan.live_before, c.plan.first_row, c.view.page_size};
@@ -257,6 +257,7 @@ template <Policy P>
       flags[static_cast<std::size_t>(e)] =
           span.begin(e) < range.begin || span.end(e) > range.end ? 1 : 0;
     }
+    return drop_entries(c, flags);
   }
   c.for_each_head([&](const HeadRef& head) {
     for (const std::int32_t r : c.draft.plan.kept_list(head)) {
@@ -264,8 +265,7 @@ template <Policy P>
     }
   });
   const Status status = drop_entries(c, flags);
-  const bool over =
-      !by_position<P> && !PagePolicy<P> && status == Status::ok && c.plan.live_after > demand.keep;
+  const bool over = status == Status::ok && c.plan.live_after > demand.keep;
   return over ? Status::over_budget : status;
 }
 

@@ -273,11 +273,12 @@ struct PlanDraft {
   // Calls f(HeadRef) for the heads that a table serves.
   template <class F>
   void for_each_head(SequenceId s, std::int32_t t, F&& f) const noexcept {
-    for (std::int32_t i = 0; i < view.layers_per_table() * view.heads_per_table(); ++i) {
-      f(HeadRef{view,
-                s,
-                LayerId{raw(view.first_layer(t)) + i / view.heads_per_table()},
-                HeadId{raw(view.first_head(t)) + i % view.heads_per_table()}});
+    const std::int32_t layer = raw(view.first_layer(t));
+    const std::int32_t head = raw(view.first_head(t));
+    for (std::int32_t l = layer; l < layer + view.layers_per_table(); ++l) {
+      for (std::int32_t h = head; h < head + view.heads_per_table(); ++h) {
+        f(HeadRef{view, s, LayerId{l}, HeadId{h}});
+      }
     }
   }
   // Calls f(HeadRef, scratch) for all heads, in parallel.
