@@ -233,7 +233,7 @@ struct Threads {
   std::int32_t count = 1;
   [[nodiscard]] std::int32_t workers() const { return count; }
   template <class F>
-  void for_each(std::int64_t n, F&& f) const {
+  void for_each(std::int64_t n, F&& f) const noexcept {
     const auto run = [&](std::int32_t w) {
       for (std::int64_t i = w; i < n; i += count) { f(i, w); }
     };

@@ -58,7 +58,9 @@ int main() {
   for (std::size_t t = 0; t < 100; t += 10) { rows[(t * 2 + 1) * 4] = 20; }
   const auto sequence = cache.try_create();
   if (!sequence || cache.try_extend(*sequence, 100) != kvtrim::Status::ok) { return 1; }
-  cache.write(*sequence, kvtrim::LayerId{0}, {.data = rows.data()}, {.data = rows.data()});
+  const kvtrim::Status written =
+      cache.write(*sequence, kvtrim::LayerId{0}, {.data = rows.data()}, {.data = rows.data()});
+  if (written != kvtrim::Status::ok) { return 1; }
 
   // In SnapKV's place, at the end of the prompt: 50 rows per head, the last 8 always among them.
   const kvtrim::SnapKVSelector<FadingNorm> at_the_end({.budget = 50, .recent = 8});

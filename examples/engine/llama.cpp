@@ -117,7 +117,7 @@ kvtrim::Status LlamaModel::extend(kvtrim::PagedCache& cache, std::span<const Seg
     const auto status = cache.try_extend(segments[i].sequence, size_of(segments[i]));
     if (status == kvtrim::Status::ok) continue;
     for (std::size_t j = 0; j < i; ++j) {
-      const auto undone = cache.try_remove_last(segments[j].sequence, size_of(segments[j]));
+      const auto undone = cache.try_cancel_step(segments[j].sequence);
       if (undone != kvtrim::Status::ok) {
         throw std::runtime_error(
             "engine::LlamaModel: rows of a failed step cannot be taken back: " +
@@ -207,17 +207,19 @@ void LlamaModel::fill_cache(kvtrim::PagedCache& cache,
       }
     }
   }
-#pragma omp parallel for if (segments.size() > 1)
+  bool written = true;
+#pragma omp parallel for reduction(&& : written) if (segments.size() > 1)
   for (std::size_t s = 0; s < segments.size(); ++s) {
     const Eigen::Index row = first_rows_[s];
     kvtrim::RowSource unrotated;
     if (keep_unrotated) unrotated.data = unrotated_.row(row).data();
-    cache.write(segments[s].sequence,
-                layer,
-                {.data = key_.row(row).data()},
-                {.data = value_.row(row).data()},
-                unrotated);
+    written = written && cache.write(segments[s].sequence,
+                                     layer,
+                                     {.data = key_.row(row).data()},
+                                     {.data = value_.row(row).data()},
+                                     unrotated) == kvtrim::Status::ok;
   }
+  if (!written) throw std::logic_error("a sequence ended, or was written, within its own step");
 }
 
 void LlamaModel::attend(kvtrim::PagedCache& cache,

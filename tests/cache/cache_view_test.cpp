@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <kvtrim/cache/cache_view.hpp>
+#include <kvtrim/cache/check_tables.hpp>
 #include <kvtrim/cache/check_view.hpp>
 #include <kvtrim/cache/live_rows.hpp>
 #include <kvtrim/cache/move.hpp>
 
 #include "catch.hpp"
+#include "support/generation.hpp"
 
 #include <sys/mman.h>
 #include <unistd.h>
@@ -758,7 +760,7 @@ TEST_CASE(
       check_layout(view);
       std::array<std::uint64_t, 2> scratch{};
       CHECK(check_tables(view, scratch).status == Status::ok);
-      static_cast<void>(generation_of(view));
+      static_cast<void>(test::generation_of(view));
     }
   }
 }

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <kvtrim/cache/check_tables.hpp>
 #include <kvtrim/cache/check_view.hpp>
 #include <kvtrim/cache/live_rows.hpp>
 #include <kvtrim/cache/paged_cache.hpp>
 
 #include "catch.hpp"
+#include "support/generation.hpp"
 
 #include <algorithm>
 #include <array>
@@ -49,11 +51,12 @@ void write(PagedCache& cache, SequenceId s, const std::vector<std::int32_t>& tag
     }
     plain.assign(keys.begin(), keys.end());
     for (float& x : plain) { x = -x; }
-    cache.write(s,
-                LayerId{l},
-                {keys.data()},
-                {values.data()},
-                p.unrotated_keys ? RowSource{plain.data()} : RowSource{});
+    REQUIRE(cache.write(s,
+                        LayerId{l},
+                        {keys.data()},
+                        {values.data()},
+                        p.unrotated_keys ? RowSource{plain.data()} : RowSource{}) ==
+            kvtrim::Status::ok);
   }
 }
 
@@ -371,7 +374,7 @@ TEST_CASE("paged_cache: f16 and bf16 caches hold the values rounded to nearest e
     const std::array<float, 4> keys{
         1.0F + half, 1.0F + 3 * half, 1.0F + half * 1.25F, -(1.0F + half)};
     const std::array<float, 4> values{1.0F + 2 * half, 2.0F + 2 * half, 2.0F + 6 * half, 0.0F};
-    cache.write(s, {}, {keys.data()}, {values.data()});
+    REQUIRE(cache.write(s, {}, {keys.data()}, {values.data()}) == kvtrim::Status::ok);
     std::array<float, 4> k{}, v{};
     const CacheView view = cache.view();
     load_row(view.k, view.key(s, {}, {}, 0), k.data());
@@ -402,7 +405,7 @@ TEST_CASE("paged_cache: rows are read from any strides", "[paged_cache]") {
       for (std::int32_t d = 0; d < 2; ++d) { row[4 + d] = feature(i, 0, h, d, true); }
     }
   }
-  cache.write(s, {}, {rows.data(), 8, 40}, {rows.data() + 4, 8, 40});
+  REQUIRE(cache.write(s, {}, {rows.data(), 8, 40}, {rows.data() + 4, 8, 40}) == kvtrim::Status::ok);
   CHECK(holds(cache, s, tokens(0, 5)));
 }
 
@@ -685,6 +688,14 @@ TEST_CASE("paged_cache: with in-cache rope positions a truncation takes back one
   SequenceState state = cache.state(s);
   state.next_rope_position = 10;  // rows 0..9 were rotated to 0..9
   update_table(cache, s, 0, {}, {}, state);
+  const CacheView view = cache.view(s);
+  for (std::int32_t r = 0; r < 10; ++r) {
+    for (std::int32_t l = 0; l < view.layers; ++l) {
+      for (std::int32_t h = 0; h < view.kv_heads; ++h) {
+        view.rope_positions.at<std::int32_t>({}, LayerId{l}, HeadId{h}, r) = r;
+      }
+    }
+  }
   REQUIRE(append(cache, s, {14}) == Status::ok);
   CHECK(cache.try_truncate(s, Position{12}) == Status::ok);
   CHECK(cache.live_rows(s) == 8);
@@ -913,11 +924,12 @@ TEST_CASE("paged_cache: every change raises the generation, and so the view's ha
   PagedCache cache(small(TableScope::layer));
   const SequenceId s = *cache.try_create();
   std::uint64_t state = cache.state(s).generation;
-  std::uint64_t view = generation_of(cache.view());
+  std::uint64_t view = test::generation_of(cache.view());
   const auto raised = [&] {
-    const bool both = cache.state(s).generation > state && generation_of(cache.view()) != view;
+    const bool both =
+        cache.state(s).generation > state && test::generation_of(cache.view()) != view;
     state = cache.state(s).generation;
-    view = generation_of(cache.view());
+    view = test::generation_of(cache.view());
     return both;
   };
   REQUIRE(append(cache, s, tags_from(0, 6)) == Status::ok);

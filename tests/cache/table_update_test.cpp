@@ -18,26 +18,31 @@ struct Engine {
   std::map<std::int32_t, int> counts{{4, 1}, {9, 2}, {2, 1}};
   std::int32_t length = 10;
 
-  void update(const TableUpdate& u) {
+  void update(const TableUpdate& u) noexcept {
     for (std::int32_t e = 0; e < u.pages_before; ++e) { table[static_cast<std::size_t>(e)] = -1; }
     for (std::size_t e = 0; e < u.k_pages.size(); ++e) { table[e] = raw(u.k_pages[e]); }
     length = u.state.live_rows;
   }
-  int release(PageId p) { return --counts[raw(p)] == 0 ? 1 : 0; }  // converts to bool
+  int release(PageId p) noexcept { return --counts[raw(p)] == 0 ? 1 : 0; }  // converts to bool
 };
 struct NoRelease {
-  void update(const TableUpdate&) {}
+  void update(const TableUpdate&) noexcept {}
 };
 struct NoUpdate {
-  bool release(PageId) { return true; }
+  bool release(PageId) noexcept { return true; }
 };
 struct SaysNothing {
-  void update(const TableUpdate&) {}
-  void release(PageId) {}
+  void update(const TableUpdate&) noexcept {}
+  void release(PageId) noexcept {}
 };
 struct TakesAnInteger {
-  void update(const TableUpdate&) {}
-  bool release(std::int32_t) { return true; }
+  void update(const TableUpdate&) noexcept {}
+  bool release(std::int32_t) noexcept { return true; }
+};
+
+struct MayThrow {
+  void update(const TableUpdate&) noexcept {}
+  bool release(PageId) { return true; }
 };
 
 static_assert(TableSink<Engine>);
@@ -46,6 +51,7 @@ static_assert(!TableSink<NoUpdate>);
 static_assert(!TableSink<SaysNothing>);
 static_assert(!TableSink<TakesAnInteger>);
 static_assert(!TableSink<const Engine>);
+static_assert(!TableSink<MayThrow>);
 
 }  // namespace
 

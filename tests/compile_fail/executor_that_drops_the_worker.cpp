@@ -6,7 +6,7 @@
 struct Pool {
   std::int32_t workers() const { return 1; }
   template <class F>
-  void for_each(std::int64_t n, F&& f) const {
+  void for_each(std::int64_t n, F&& f) const noexcept {
     for (std::int64_t i = 0; i < n; ++i) {
 #if defined(KVTRIM_TEST_VALID)
       f(i, 0);

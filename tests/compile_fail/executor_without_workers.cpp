@@ -8,7 +8,7 @@ struct Pool {
   std::int32_t workers() const { return 2; }
 #endif
   template <class F>
-  void for_each(std::int64_t n, F&& f) const {
+  void for_each(std::int64_t n, F&& f) const noexcept {
     for (std::int64_t i = 0; i < n; ++i) { f(i, 0); }
   }
 };

@@ -15,23 +15,23 @@ namespace {
 struct Backwards {
   std::int16_t workers() const { return 3; }
   template <class F>
-  void for_each(std::int64_t n, F&& f) const {
+  void for_each(std::int64_t n, F&& f) const noexcept {
     for (std::int64_t i = n; i-- > 0;) { f(i, static_cast<std::int32_t>(i % 3)); }
   }
 };
 struct NoWorkers {
   template <class F>
-  void for_each(std::int64_t, F&&) const {}
+  void for_each(std::int64_t, F&&) const noexcept {}
 };
 struct NotConst {
   std::int32_t workers() const { return 1; }
   template <class F>
-  void for_each(std::int64_t, F&&) {}
+  void for_each(std::int64_t, F&&) noexcept {}
 };
 struct OneArgument {
   std::int32_t workers() const { return 1; }
   template <class F>
-  void for_each(std::int64_t n, F&& f) const {
+  void for_each(std::int64_t n, F&& f) const noexcept {
     for (std::int64_t i = 0; i < n; ++i) { f(i); }
   }
 };

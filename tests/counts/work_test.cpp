@@ -118,7 +118,8 @@ struct Layer {
     std::vector<float> data(static_cast<std::size_t>(n) * kv_heads * dim);
     for (float& x : data) { x = random.uniform(); }
     if (cache.try_extend(SequenceId{0}, n) != Status::ok) { throw std::bad_alloc(); }
-    cache.write(SequenceId{0}, LayerId{0}, {data.data()}, {data.data()});
+    REQUIRE(cache.write(SequenceId{0}, LayerId{0}, {data.data()}, {data.data()}) ==
+            kvtrim::Status::ok);
   }
   Observation window_queries(bool with_lse) const {
     Observation obs;

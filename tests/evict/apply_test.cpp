@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <kvtrim/evict/apply.hpp>
 
+#include <kvtrim/cache/check_view.hpp>
 #include <kvtrim/evict/plan_bytes.hpp>
 #include <kvtrim/policy/streaming_sink.hpp>
 
@@ -349,6 +350,8 @@ struct Quantised {
   static constexpr std::int32_t pages = 6, page_size = 4, heads = 2, row = 34;
   std::vector<std::byte> k, v, scales, common;
   std::vector<std::int32_t> ids{4, 1, 5, 0}, lengths{13};
+  std::vector<std::int32_t> positions = std::vector<std::int32_t>(heads * 16);
+  SequenceState state;  // with positions, so that rows may lose their order
   std::array<PagePlane, 2> planes;
   CacheView view;
 
@@ -378,6 +381,12 @@ struct Quantised {
     view.table.ids = ids.data();
     view.table.row_stride = view.table.max_pages = 4;
     view.lengths = lengths.data();
+    state.live_rows = state.next_position = state.next_rope_position = lengths[0];
+    view.states = &state;
+    for (std::int32_t i = 0; i < heads * 16; ++i) {
+      positions[static_cast<std::size_t>(i)] = i % 16;
+    }
+    view.positions = SequencePlane::dense(positions.data(), 1, heads, 16);
     planes[0] = {.base = fill(scales, pages * page_size * heads * 2),
                  .page_stride = page_size * heads * 2,
                  .token_stride = heads * 2,

@@ -686,7 +686,8 @@ TEST_CASE("planner: scores that are common to a layer are computed once for it",
       REQUIRE(s);
       REQUIRE(cache.try_extend(*s, tokens) == Status::ok);
       for (std::int32_t l = 0; l < 2; ++l) {
-        cache.write(*s, LayerId{l}, {.data = zeros.data()}, {.data = zeros.data()});
+        REQUIRE(cache.write(*s, LayerId{l}, {.data = zeros.data()}, {.data = zeros.data()}) ==
+                kvtrim::Status::ok);
       }
     }
     std::int32_t by_layer = 0;

@@ -181,11 +181,13 @@ class TestCache {
           values.insert(values.end(), value.begin(), value.end());
         }
       }
-      cache.write(s,
-                  LayerId{l},
-                  {keys.data()},
-                  {values.data()},
-                  p.unrotated_keys ? RowSource{unrotated.data()} : RowSource{});
+      const Status written =
+          cache.write(s,
+                      LayerId{l},
+                      {keys.data()},
+                      {values.data()},
+                      p.unrotated_keys ? RowSource{unrotated.data()} : RowSource{});
+      REQUIRE(written == (n == 0 ? Status::no_open_step : Status::ok));
     }
     return status;
   }

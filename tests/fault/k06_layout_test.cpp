@@ -93,6 +93,7 @@ TEST_CASE("B047 a cut cache holds KV heads, not query heads: 4,194,304 bytes per
   TestCache t({.pages = 66, .page_size = 16, .kv_heads = 8, .key_dim = 128, .dtype = DType::bf16});
   const SequenceId s = t.create();
   REQUIRE(t.cache.try_extend(s, 1050) == Status::ok);
+  REQUIRE(t.cache.written(s, {}) == Status::ok);
   const StreamingSink<SinkForm::exact> policy({.sinks = 4, .recent = 1020});
   REQUIRE(evict(policy, t, s).report.status == Status::ok);
   CHECK(t.cache.live_rows(s) == 1024);

@@ -91,7 +91,7 @@ TEST_CASE("B071 pages are freed tail first, now or later", "[order][fault]") {
   struct Sink {  // keeps the order in which pages come back
     Rows freed;
     void update(const TableUpdate&) noexcept {}
-    bool release(PageId p) {
+    bool release(PageId p) noexcept {
       freed.push_back(raw(p));
       return true;
     }

@@ -25,7 +25,7 @@ struct Shuffled {
   std::uint32_t seed = 0;
   [[nodiscard]] std::int32_t workers() const { return 3; }
   template <class F>
-  void for_each(std::int64_t n, F&& f) const {
+  void for_each(std::int64_t n, F&& f) const noexcept {
     std::vector<std::int64_t> items(index(n));
     std::iota(items.begin(), items.end(), 0);
     std::shuffle(items.begin(), items.end(), std::mt19937(seed));
@@ -38,7 +38,7 @@ static_assert(Executor<Shuffled>);
 struct Threads {
   [[nodiscard]] std::int32_t workers() const { return 3; }
   template <class F>
-  void for_each(std::int64_t n, F&& f) const {
+  void for_each(std::int64_t n, F&& f) const noexcept {
     std::vector<std::thread> threads;
     for (std::int32_t worker = 0; worker < 3; ++worker) {
       threads.emplace_back([&, worker] {

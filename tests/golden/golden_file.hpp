@@ -104,10 +104,10 @@ struct Layer {
     }
     const std::int64_t skip = static_cast<std::int64_t>(first) * dim;
     const std::int64_t head = static_cast<std::int64_t>(tokens) * dim;
-    cache.write(kvtrim::SequenceId{0},
-                kvtrim::LayerId{0},
-                {keys.data() + skip, dim, head},
-                {values.data() + skip, dim, head});
+    REQUIRE(cache.write(kvtrim::SequenceId{0},
+                        kvtrim::LayerId{0},
+                        {keys.data() + skip, dim, head},
+                        {values.data() + skip, dim, head}) == kvtrim::Status::ok);
   }
   /// Queries [first, first + n); their LSE is given only if asked for.
   kvtrim::QueryBlock block(std::int32_t first, std::int32_t n, bool with_lse) const {

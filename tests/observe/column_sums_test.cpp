@@ -141,7 +141,8 @@ TEST_CASE("column_sums: chunks add up to the one-shot sums within 1e-6",
       for (const std::int32_t n : cut) {
         REQUIRE(cache.try_extend(SequenceId{0}, n) == Status::ok);
         const std::vector<float> values(at(n), 0.0F);
-        cache.write(SequenceId{0}, LayerId{0}, {d.key(first, 0)}, {values.data()});
+        REQUIRE(cache.write(SequenceId{0}, LayerId{0}, {d.key(first, 0)}, {values.data()}) ==
+                kvtrim::Status::ok);
         QueryBlock chunk = all.block;
         chunk.data += first * 16;
         chunk.rows = n;
@@ -295,8 +296,10 @@ TEST_CASE("column_sums: layers and per-head tables are told apart, in the cache 
     REQUIRE(cache.try_create().has_value());
     REQUIRE(cache.try_extend(SequenceId{0}, 19) == Status::ok);
     const std::vector<float> values(38, 0.0F);
-    cache.write(SequenceId{0}, LayerId{0}, {one.keys.data()}, {values.data()});
-    cache.write(SequenceId{0}, LayerId{1}, {two.keys.data()}, {values.data()});
+    REQUIRE(cache.write(SequenceId{0}, LayerId{0}, {one.keys.data()}, {values.data()}) ==
+            kvtrim::Status::ok);
+    REQUIRE(cache.write(SequenceId{0}, LayerId{1}, {two.keys.data()}, {values.data()}) ==
+            kvtrim::Status::ok);
     const CacheView view = cache.view();
     Scratch scratch(column_sums_scratch_bytes(8));
     std::vector<float> out(19);

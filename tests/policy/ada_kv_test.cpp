@@ -84,7 +84,9 @@ class World {
       values[i] = static_cast<float>(first) + static_cast<float>(i / (heads * 2));
     }
     for (std::int32_t l = 0; l < extents_.layers; ++l) {
-      cache_.write(SequenceId{s}, LayerId{l}, {.data = values.data()}, {.data = values.data()});
+      REQUIRE(cache_.write(
+                  SequenceId{s}, LayerId{l}, {.data = values.data()}, {.data = values.data()}) ==
+              kvtrim::Status::ok);
     }
     return status;
   }

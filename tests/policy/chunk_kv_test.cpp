@@ -37,7 +37,8 @@ class Chunks {
   }
   void append(std::int32_t n) {
     REQUIRE(cache_.try_extend(SequenceId{0}, n) == Status::ok);
-    cache_.write(SequenceId{0}, LayerId{0}, {data_.key(0, 0)}, {data_.value(0, 0)});
+    REQUIRE(cache_.write(SequenceId{0}, LayerId{0}, {data_.key(0, 0)}, {data_.value(0, 0)}) ==
+            kvtrim::Status::ok);
   }
   // A token's score is that of its chunk of 10 in `by_chunk`.
   template <class F>

@@ -58,7 +58,8 @@ class World {
     for (float& x : scores_) { x = draw(0, 0.01F); }
     REQUIRE(cache_.try_create());
     REQUIRE(cache_.try_extend(seq, tokens) == Status::ok);
-    cache_.write(seq, layer, {.data = values_.data()}, {.data = values_.data()});
+    REQUIRE(cache_.write(seq, layer, {.data = values_.data()}, {.data = values_.data()}) ==
+            kvtrim::Status::ok);
   }
 
   float& score(std::int32_t h, std::int32_t row) {

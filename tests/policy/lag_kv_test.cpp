@@ -27,7 +27,8 @@ Status evict_once(const P& policy, PagedCache& cache, const Observation& obs = {
 
 void append(PagedCache& cache, const KvData& d, std::int32_t first, std::int32_t n) {
   REQUIRE(cache.try_extend(SequenceId{0}, n) == Status::ok);
-  cache.write(SequenceId{0}, LayerId{0}, {d.key(first, 0)}, {d.value(first, 0)});
+  REQUIRE(cache.write(SequenceId{0}, LayerId{0}, {d.key(first, 0)}, {d.value(first, 0)}) ==
+          kvtrim::Status::ok);
 }
 
 PagedCache cache_of(const KvData& d) {

@@ -422,6 +422,7 @@ TEST_CASE("page_selector: accumulated attention ranks pages", "[page]") {
   PagedCache cache({.pages = 16, .page_size = 4, .kv_heads = 2, .key_dim = 2, .scores = true});
   const SequenceId s = *cache.try_create();
   REQUIRE(cache.try_extend(s, 40) == Status::ok);
+  REQUIRE(cache.written(s, {}) == Status::ok);
   for (std::int32_t h = 0; h < 2; ++h) {
     std::vector<float> probabilities(40, 0.01F);
     probabilities[at(h == 0 ? 22 : 13)] = 0.5F;
@@ -1071,7 +1072,7 @@ TEST_CASE("page_selector: 20,000 generated tokens stay within the pages of the b
   for (std::int32_t t = 0; t < steps; ++t) {
     REQUIRE(cache.try_extend(s, 1) == Status::ok);
     stream.token(t, keys, query);
-    cache.write(s, LayerId{0}, {keys.data()}, {keys.data()});
+    REQUIRE(cache.write(s, LayerId{0}, {keys.data()}, {keys.data()}) == kvtrim::Status::ok);
     const Position position{t};
     ring.push(s, LayerId{0}, 1, query.data(), &position);
     wrong += cache.pool().in_use() > most ? 1 : 0;
@@ -1123,7 +1124,7 @@ TEST_CASE("page_selector: accumulated scores hold a budget over 2,000 generated 
   std::int32_t wrong = 0;
   for (std::int32_t t = 0; t < steps; ++t) {
     REQUIRE(cache.try_extend(s, 1) == Status::ok);
-    cache.write(s, LayerId{0}, {zeros.data()}, {zeros.data()});
+    REQUIRE(cache.write(s, LayerId{0}, {zeros.data()}, {zeros.data()}) == kvtrim::Status::ok);
     const std::int32_t live = cache.live_rows(s);
     for (std::int32_t h = 0; h < 2; ++h) {
       std::vector<float> probabilities(at(live), 0.5F / static_cast<float>(live));

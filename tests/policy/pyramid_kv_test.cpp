@@ -45,7 +45,8 @@ class World {
     REQUIRE(cache_.try_extend(seq, tokens) == Status::ok);
     const std::vector<float> zeros(static_cast<std::size_t>(tokens * heads * 2));
     for (std::int32_t l = 0; l < layers; ++l) {
-      cache_.write(seq, LayerId{l}, {.data = zeros.data()}, {.data = zeros.data()});
+      REQUIRE(cache_.write(seq, LayerId{l}, {.data = zeros.data()}, {.data = zeros.data()}) ==
+              kvtrim::Status::ok);
     }
   }
   Status evict(const PyramidKV& p, const std::int32_t* budget = nullptr) {

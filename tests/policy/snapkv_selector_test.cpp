@@ -147,7 +147,7 @@ TEST_CASE("snapkv: keeps the columns that the last queries attend to most, poole
   for (std::int32_t i = 0; i < heads * group * window * dim; ++i) {
     queries.push_back(4 * random.uniform());
   }
-  cache.write(s, LayerId{0}, {keys.data()}, {keys.data()});
+  REQUIRE(cache.write(s, LayerId{0}, {keys.data()}, {keys.data()}) == kvtrim::Status::ok);
   Observation obs;
   obs.queries.data = queries.data();
   obs.queries.query_heads = heads * group;

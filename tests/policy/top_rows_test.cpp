@@ -133,7 +133,8 @@ TEST_CASE("top_rows: the best rows stay, the lower position among equals, and bo
   REQUIRE(cache.try_create().has_value());
   REQUIRE(cache.try_extend(SequenceId{0}, 12) == Status::ok);
   const std::vector<float> zeros(24, 0.0F);
-  cache.write(SequenceId{0}, LayerId{0}, {zeros.data()}, {zeros.data()});
+  REQUIRE(cache.write(SequenceId{0}, LayerId{0}, {zeros.data()}, {zeros.data()}) ==
+          kvtrim::Status::ok);
   std::vector<float> scores{0, 0, 5, 1, 5, 5, 2, 5, 3, 1, 0, 0};
   Observation obs;
   obs.scores = SequencePlane::dense(scores.data(), 1, 1, 12);

@@ -117,7 +117,7 @@ class KvCache {
     const auto s = cache_.try_create();
     REQUIRE(s.has_value());
     REQUIRE(cache_.try_extend(*s, d.tokens) == Status::ok);
-    cache_.write(*s, LayerId{0}, {d.keys.data()}, {d.values.data()});
+    REQUIRE(cache_.write(*s, LayerId{0}, {d.keys.data()}, {d.values.data()}) == kvtrim::Status::ok);
     return *s;
   }
 

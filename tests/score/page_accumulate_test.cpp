@@ -52,7 +52,8 @@ struct Batch {
       for (std::int32_t l = 0; l < layers; ++l) {
         std::vector<float> keys(at(n * heads * dim + 1));
         std::generate(keys.begin(), keys.end(), draw);
-        cache.write(SequenceId{s}, LayerId{l}, {keys.data()}, {keys.data()});
+        REQUIRE(cache.write(SequenceId{s}, LayerId{l}, {keys.data()}, {keys.data()}) ==
+                (n == 0 ? Status::no_open_step : Status::ok));
       }
     }
     queries.resize(at(sequences * layers * heads * group * window * dim));

@@ -280,7 +280,8 @@ class TestCache {
     const auto s = cache_.try_create();
     REQUIRE(s.has_value());
     REQUIRE(cache_.try_extend(*s, tokens) == Status::ok);
-    cache_.write(*s, LayerId{0}, {keys.data()}, {values.data()});
+    REQUIRE(cache_.write(*s, LayerId{0}, {keys.data()}, {values.data()}) ==
+            (tokens == 0 ? Status::no_open_step : Status::ok));
     return *s;
   }
 
@@ -395,7 +396,7 @@ struct Shuffled {
   std::uint32_t seed = 1;
   std::int32_t workers() const { return count; }
   template <class F>
-  void for_each(std::int64_t n, F&& f) const {
+  void for_each(std::int64_t n, F&& f) const noexcept {
     std::mt19937 rng(seed);
     for (const std::int32_t item : shuffled(static_cast<std::int32_t>(n), seed)) {
       f(std::int64_t{item}, static_cast<std::int32_t>(rng() % static_cast<std::uint32_t>(count)));

@@ -269,7 +269,8 @@ TEST_CASE("window: ragged batches read each sequence's own rows of queries", "[w
         REQUIRE(cache.try_create().has_value());
         REQUIRE(cache.try_extend(SequenceId{s}, d.tokens) == Status::ok);
         const std::vector<float> values(at(2 * d.tokens), 0.0F);
-        cache.write(SequenceId{s}, LayerId{0}, {d.keys.data()}, {values.data()});
+        REQUIRE(cache.write(SequenceId{s}, LayerId{0}, {d.keys.data()}, {values.data()}) ==
+                (d.tokens == 0 ? Status::no_open_step : Status::ok));
         for (std::int32_t head = 0; head < 6; ++head) {
           const Head p = head_of(d, head / 3, d.tokens - counts[at(s)], counts[at(s)]);
           for (std::int32_t i = 0; i < counts[at(s)]; ++i) {
@@ -324,8 +325,10 @@ TEST_CASE("window: layers and per-head tables read their own queries and keys", 
     REQUIRE(cache.try_create().has_value());
     REQUIRE(cache.try_extend(SequenceId{0}, 19) == Status::ok);
     const std::vector<float> values(38, 0.0F);
-    cache.write(SequenceId{0}, LayerId{0}, {one.keys.data()}, {values.data()});
-    cache.write(SequenceId{0}, LayerId{1}, {two.keys.data()}, {values.data()});
+    REQUIRE(cache.write(SequenceId{0}, LayerId{0}, {one.keys.data()}, {values.data()}) ==
+            kvtrim::Status::ok);
+    REQUIRE(cache.write(SequenceId{0}, LayerId{1}, {two.keys.data()}, {values.data()}) ==
+            kvtrim::Status::ok);
     Observation obs;
     obs.queries.data = queries.data() + 13 * 8;
     obs.queries.query_heads = 6;

@@ -65,10 +65,13 @@
       const PlanRef&, const CacheView&, const Rerotator&, const Serial&) noexcept; \
   EXTERN template Report commit(const PlanRef&, const CacheView&, PagedCache::Sink&) noexcept;
 
+// Tests without assertions (tests/release) compile their own.
+#ifndef NDEBUG
 namespace kvtrim {
 
-#define KVTRIM_INSTANCES_ELSEWHERE(...) KVTRIM_INSTANCES(extern, __VA_ARGS__)
+#  define KVTRIM_INSTANCES_ELSEWHERE(...) KVTRIM_INSTANCES(extern, __VA_ARGS__)
 KVTRIM_INSTANCES_OF(KVTRIM_INSTANCES_ELSEWHERE)
 KVTRIM_COMMON_INSTANCES(extern)
 
 }  // namespace kvtrim
+#endif

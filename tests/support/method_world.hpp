@@ -136,7 +136,8 @@ class MethodWorld {
           values.insert(values.end(), v.begin(), v.end());
         }
       }
-      cache_.write(id, LayerId{l}, {keys.data()}, {values.data()});
+      REQUIRE((n == 0 ||
+               cache_.write(id, LayerId{l}, {keys.data()}, {values.data()}) == kvtrim::Status::ok));
     }
     for_each_row(s, [&](std::int32_t l, std::int32_t h, std::int32_t r, std::int32_t p) {
       if (p >= first) {

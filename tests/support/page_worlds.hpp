@@ -116,7 +116,8 @@ class PagedWorld {
           values.push_back(static_cast<float>(l * 8 + h));
         }
       }
-      cache.write(id, LayerId{l}, {keys.data()}, {values.data()});
+      REQUIRE((n == 0 ||
+               cache.write(id, LayerId{l}, {keys.data()}, {values.data()}) == kvtrim::Status::ok));
     }
   }
 

@@ -140,7 +140,8 @@ class ShadowCache {
       }
       RowSource source;
       if (p.unrotated_keys) { source.data = unrotated.data(); }
-      cache_.write(id, LayerId{l}, {keys.data()}, {values.data()}, source);
+      REQUIRE(cache_.write(id, LayerId{l}, {keys.data()}, {values.data()}, source) ==
+              kvtrim::Status::ok);
       for (std::int32_t h = 0; h < kv_heads(); ++h) { head(s, l, h).next_rope += n; }
     }
     seen_[at(s)] += n;

@@ -58,7 +58,9 @@ class TaggedCache {
   Status append(std::int32_t s, std::int32_t n) {
     const SequenceId id{s};
     const std::int32_t first = raw(cache.next_position(id));
-    if (const Status status = cache.try_extend(id, n); status != Status::ok) { return status; }
+    if (const Status status = cache.try_extend(id, n); status != Status::ok || n == 0) {
+      return status;
+    }
     const auto& p = cache.params();
     for (std::int32_t l = 0; l < p.layers; ++l) {
       std::vector<float> keys, values;
@@ -69,7 +71,7 @@ class TaggedCache {
           values.push_back(static_cast<float>(tag(first + i, l, h)));
         }
       }
-      cache.write(id, LayerId{l}, {keys.data()}, {values.data()});
+      REQUIRE(cache.write(id, LayerId{l}, {keys.data()}, {values.data()}) == kvtrim::Status::ok);
       for (std::int32_t h = 0; h < p.kv_heads; ++h) {
         for_each_row(s, l, h, [&](std::int32_t r, std::int32_t position) {
           if (position >= first) {

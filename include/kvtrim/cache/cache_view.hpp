@@ -37,10 +37,16 @@ struct CacheView {
   RowMap length_rows{};  ///< index of a length
   const std::int32_t* first_rows = nullptr;  ///< [sequences] left padding in rows; null: none
   SequenceState* states = nullptr;  ///< [sequences, tables_per_sequence]; null: fresh prompts
-  Writable writable{};              ///< pages that may be written
-  SequencePlane positions{};        ///< `Position` of each row; absent: row r is position r
-  SequencePlane rope_positions{};   ///< int32; absent: the same as the positions
-  SequencePlane score_sums{};       ///< float, accumulated scores; absent if no policy needs them
+  /// [sequences, tables_per_sequence] raised at every change of a table, by the engine and by the library: for engines
+  /// without states, so that a plan is known to be stale; null: none.
+  std::uint64_t* generations = nullptr;
+  /// [sequences, tables_per_sequence] entries behind the used ones that the engine keeps for rows to come (drafts, look-ahead);
+  /// null: none.
+  const std::int32_t* reserved_pages = nullptr;
+  Writable writable{};             ///< pages that may be written
+  SequencePlane positions{};       ///< `Position` of each row; absent: row r is position r
+  SequencePlane rope_positions{};  ///< int32; absent: the same as the positions
+  SequencePlane score_sums{};      ///< float, accumulated scores; absent if no policy needs them
   SequencePlane score_compensations{};  ///< float, rounding error of `score_sums`
   const PagePlane* page_planes =
       nullptr;                        ///< [page_plane_count] further data that moves with the rows
@@ -74,25 +80,35 @@ struct CacheView {
     return scope == TableScope::head ? 1 : kv_heads;
   }
 
+  /// Index of table `t` of sequence `s` in `states`, `generations` and `reserved_pages`.
+  [[nodiscard]] KVTRIM_HOST_DEVICE constexpr std::int64_t table_index(
+      SequenceId s, std::int32_t t) const noexcept {
+    return static_cast<std::int64_t>(raw(s)) * tables_per_sequence() + t;
+  }
+  /// Entries behind the used ones of table `t` that are kept for rows to come.
+  [[nodiscard]] KVTRIM_HOST_DEVICE std::int32_t reserved(SequenceId s,
+                                                         std::int32_t t) const noexcept {
+    return reserved_pages == nullptr ? 0 : reserved_pages[table_index(s, t)];
+  }
+
   /// Live rows of (sequence, layer, KV head).
   [[nodiscard]] KVTRIM_HOST_DEVICE std::int32_t live_rows(SequenceId s,
                                                           LayerId l,
                                                           HeadId h) const noexcept {
     if (last_page_len != nullptr) {
-      const std::int32_t n = table.capacity(s, l, h);
+      const std::int32_t n = table.capacity(s, l, h) - reserved(s, table_of(l, h));
       return n == 0 ? 0 : (n - 1) * page_size + last_page_len[table.rows(s, l, h)];
     }
     if (lengths != nullptr) { return lengths[length_rows(s, l, h)]; }
     // Not through `state`, which calls this function: functions that call each other are not inlined in a kernel.
-    return states == nullptr ? 0
-                             : states[raw(s) * tables_per_sequence() + table_of(l, h)].live_rows;
+    return states == nullptr ? 0 : states[table_index(s, table_of(l, h))].live_rows;
   }
 
   /// State of (sequence, layer, KV head); where the engine keeps none, that of a prompt from which nothing was evicted.
   [[nodiscard]] KVTRIM_HOST_DEVICE SequenceState state(SequenceId s,
                                                        LayerId l,
                                                        HeadId h) const noexcept {
-    if (states != nullptr) { return states[raw(s) * tables_per_sequence() + table_of(l, h)]; }
+    if (states != nullptr) { return states[table_index(s, table_of(l, h))]; }
     SequenceState fresh;
     fresh.live_rows = lengths != nullptr || last_page_len != nullptr ? live_rows(s, l, h) : 0;
     fresh.next_position = fresh.live_rows;
@@ -111,6 +127,14 @@ struct CacheView {
                                                      HeadId h,
                                                      std::int32_t r) const noexcept {
     return positions ? positions.at<Position>(s, l, h, r) : Position{r};
+  }
+
+  /// Whether the positions of table `t`'s rows are known: there is a plane, or no row has gone as far as the states tell.
+  [[nodiscard]] KVTRIM_HOST_DEVICE bool knows_positions(SequenceId s,
+                                                        std::int32_t t) const noexcept {
+    if (positions || states == nullptr) { return true; }
+    const SequenceState& state = states[table_index(s, t)];
+    return state.next_position == state.live_rows && state.append_row < 0;
   }
 
   /// Rope position of row `r`: what its key is rotated to.

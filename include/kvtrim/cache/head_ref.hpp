@@ -46,4 +46,16 @@ struct HeadRef {
 };
 static_assert(std::is_trivially_copyable_v<HeadRef>);
 
+/// Calls f(HeadRef) for the heads that table `t` of sequence `s` serves.
+template <class F>
+void for_each_head(const CacheView& view, SequenceId s, std::int32_t t, F&& f) noexcept {
+  const std::int32_t layer = raw(view.first_layer(t));
+  const std::int32_t head = raw(view.first_head(t));
+  for (std::int32_t l = layer; l < layer + view.layers_per_table(); ++l) {
+    for (std::int32_t h = head; h < head + view.heads_per_table(); ++h) {
+      f(HeadRef{view, s, LayerId{l}, HeadId{h}});
+    }
+  }
+}
+
 }  // namespace kvtrim

@@ -60,10 +60,9 @@ class PagePool {
 
   /// Removes an owner from page `p`; a page without owners is free.
   ///
-  /// \returns whether the page became free
-  /// \pre `p` is held
+  /// \returns whether the page became free; false for one that nobody holds, or that is not of this pool: nothing was changed
   bool release(PageId p) noexcept {
-    KVTRIM_ASSERT(ref_count(p) > 0);
+    if (raw(p) < 0 || index(p) >= counts_.size() || counts_[index(p)] <= 0) { return false; }
     if (--counts_[index(p)] > 0) { return false; }
     free_.push_back(p);  // cannot reallocate: reserved in the constructor
     return true;

@@ -13,6 +13,7 @@
 #include <kvtrim/core/status.hpp>
 
 #include <algorithm>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -20,6 +21,7 @@
 #include <memory>
 #include <optional>
 #include <span>
+#include <utility>
 #include <vector>
 
 namespace kvtrim {
@@ -68,6 +70,8 @@ class PagedCache {
     ids_.assign(tables * index(max_pages_), raw(null_page));
     states_.assign(tables, {});
     writes_.assign(tables, {});
+    unwritten_.assign(index(p.max_sequences) * index(p.layers), 0);
+    unwritten_layers_.assign(index(p.max_sequences), 0);
     alive_.assign(index(p.max_sequences), false);
     k_ = make_plane(keys_, p.key_dim);
     v_ = make_plane(values_, p.value_dim);
@@ -116,14 +120,17 @@ class PagedCache {
 
   /// Starts a sequence with the rows of `s`: pages are shared, positions and scores copied.
   ///
-  /// \returns the new sequence, or `std::nullopt` when `max_sequences` are alive
-  /// \pre `alive(s)`
+  /// \param[out] why  where there is none: `too_many_sequences`, `no_such_sequence`, `step_open`, `eviction_open`
+  /// \returns the new sequence, or `std::nullopt`: nothing was changed
   /// \par Complexity
   /// O(pages + rows * layers * KV heads); no key or value is copied
-  [[nodiscard]] std::optional<SequenceId> try_fork(SequenceId s) noexcept {
-    KVTRIM_ASSERT(alive(s));
-    const auto made = try_create();
-    if (!made) { return std::nullopt; }
+  [[nodiscard]] std::optional<SequenceId> try_fork(SequenceId s, Status* why = nullptr) noexcept {
+    const Status between = between_steps(s);
+    const auto made = between == Status::ok ? try_create() : std::nullopt;
+    if (!made) {
+      if (why != nullptr) { *why = between == Status::ok ? Status::too_many_sequences : between; }
+      return std::nullopt;
+    }
     const CacheView all = view();
     for (std::int32_t t = 0; t < tables_; ++t) {
       const SequenceState& from = state_of(s, t);
@@ -147,11 +154,13 @@ class PagedCache {
 
   /// Gives sequence `s` a copy of every page that it shares, so that all of its pages may be written and freed.
   ///
-  /// \returns `ok`; `out_of_pages` or `no_such_sequence`: nothing was changed
+  /// \returns `ok`; `out_of_pages`, `eviction_open` or `no_such_sequence`: nothing was changed
   /// \par Complexity
   /// O(bytes of the shared pages)
   Status try_make_private(SequenceId s) noexcept {
-    if (!alive(s)) { return Status::no_such_sequence; }
+    if (const Status now = between_steps(s); now != Status::ok && now != Status::step_open) {
+      return now;
+    }
     const auto for_each_shared = [&](auto&& f) {
       for (std::int32_t t = 0; t < tables_; ++t) {
         std::int32_t* const entries = row_of(s, t);
@@ -167,7 +176,8 @@ class PagedCache {
     return Status::ok;
   }
 
-  /// Empties sequence `s`: rows, positions, scores and state go together; pages lose one owner each.
+  /// Empties sequence `s`: rows, positions, scores and state go together; pages lose one owner each. Allowed at any time: an
+  /// open step ends, and an applied plan is not committed to it.
   /// \pre `alive(s)`
   void reset(SequenceId s) noexcept {
     KVTRIM_ASSERT(alive(s));
@@ -177,20 +187,22 @@ class PagedCache {
       writes_[table_index(s, t)] = {};
       touch(s, t);
     }
+    open_layers(s, 0);
   }
 
   /// Reserves `n` rows in all layers for the next `n` tokens, all or nothing. `write` them afterwards, layer by layer.
   ///
-  /// The rows get their positions and scores of 0. A shared last page is copied first.
+  /// The rows get their positions and scores of 0. A shared last page is copied first. A step is open from now on until every
+  /// layer is written (each table by itself: until the layers that it serves are).
   ///
-  /// \returns `ok`; `out_of_pages`, `too_many_rows` or `no_such_sequence`: nothing was changed
+  /// \returns `ok`; `out_of_pages`, `too_many_rows`, `step_open`, `eviction_open` or `no_such_sequence`: nothing was changed
   /// \par Complexity
   /// O(tables + n * layers * KV heads)
   Status try_extend(SequenceId s, std::int32_t n) noexcept {
     KVTRIM_ASSERT(n >= 0);
-    if (!alive(s)) { return Status::no_such_sequence; }
+    if (const Status now = between_steps(s); now != Status::ok || n == 0) { return now; }
     std::int64_t needed = 0;
-    for (std::int32_t t = 0; t < tables_ && n > 0; ++t) {
+    for (std::int32_t t = 0; t < tables_; ++t) {
       const SequenceState& state = state_of(s, t);
       const std::int64_t extent = state.live_rows + static_cast<std::int64_t>(n);
       if (extent > params_.max_rows) { return Status::too_many_rows; }
@@ -201,20 +213,26 @@ class PagedCache {
     if (needed > pool_.available()) { return Status::out_of_pages; }
     const CacheView all = view();
     for (std::int32_t t = 0; t < tables_; ++t) { extend_table(all, s, t, n); }
+    open_layers(s, 1);
     return Status::ok;
   }
 
-  /// Writes the keys and values of the rows that the last `try_extend` reserved, in `layer`, rounded to the cache's dtype.
+  /// Writes the keys and values of the rows that the last `try_extend` reserved, in `layer`, rounded to the cache's dtype, and
+  /// marks the layer as written.
   ///
   /// \param keys      [n, kv_heads, key_dim], rotated as attention uses them
   /// \param values    [n, kv_heads, value_dim]
   /// \param unrotated [n, kv_heads, key_dim] keys before RoPE; only with `Params::unrotated_keys`
-  /// \pre `try_extend(s, n)` was ok
-  void write(SequenceId s,
-             LayerId layer,
-             RowSource keys,
-             RowSource values,
-             RowSource unrotated = {}) noexcept {
+  /// \returns `ok`; `no_open_step` (there is none, or the layer is written), `no_such_sequence`: nothing was changed
+  /// \par Thread-safety
+  /// calls for different (sequence, layer) from many threads
+  Status write(SequenceId s,
+               LayerId layer,
+               RowSource keys,
+               RowSource values,
+               RowSource unrotated = {}) noexcept {
+    if (!alive(s)) { return Status::no_such_sequence; }
+    if (unwritten_[layer_index(s, layer)] == 0) { return Status::no_open_step; }
     const CacheView all = view();
     KVTRIM_ASSERT((unrotated.data != nullptr) == params_.unrotated_keys);
     for (std::int32_t h = 0; h < params_.kv_heads; ++h) {
@@ -233,6 +251,25 @@ class PagedCache {
         }
       }
     }
+    return written(s, layer);
+  }
+
+  /// Marks `layer` of the open step as written: for engines that write the new rows through the view.
+  ///
+  /// \returns as `write`
+  Status written(SequenceId s, LayerId layer) noexcept {
+    if (!alive(s)) { return Status::no_such_sequence; }
+    if (std::exchange(unwritten_[layer_index(s, layer)], std::uint8_t{0}) == 0) {
+      return Status::no_open_step;
+    }
+    // Other threads may be writing other layers of a table.
+    const bool last = std::atomic_ref(unwritten_layers_[index(raw(s))]).fetch_sub(1) == 1;
+    if (params_.scope == TableScope::group && !last) { return Status::ok; }
+    const std::int32_t heads = params_.scope == TableScope::head ? params_.kv_heads : 1;
+    for (std::int32_t h = 0; h < heads; ++h) {
+      state_of(s, table_of(layer, HeadId{h})).open = false;
+    }
+    return Status::ok;
   }
 
   /// Forgets the tokens from position `next` on, so that the next token is at `next`.
@@ -240,22 +277,23 @@ class PagedCache {
   /// If slot order is no longer position order, rows move within the sequence's own pages.
   ///
   /// \returns `ok` (also when there is nothing to forget); `unequal_budget` if heads of one table would be left with
-  ///   different counts, `shared_page` if a shared page would have to be written: in both cases nothing was changed
+  ///   different counts, `shared_page` if a shared page would have to be written, `step_open`, `eviction_open`,
+  ///   `no_such_sequence`: nothing was changed
   /// \pre `next` is not negative
   Status try_truncate(SequenceId s, Position next) noexcept {
     KVTRIM_ASSERT(raw(next) >= 0);
-    if (!alive(s)) { return Status::no_such_sequence; }
-    if (next >= next_position(s)) {
-      return Status::ok;
-    }  // rows, shared pages and any hole are left alone
-    const CacheView all = view();
-    for (std::int32_t t = 0; t < tables_; ++t) {
-      if (const Status status = truncated_rows(all, s, t, next).status; status != Status::ok) {
-        return status;
-      }
-    }
-    for (std::int32_t t = 0; t < tables_; ++t) { truncate_table(all, s, t, next); }
-    return Status::ok;
+    if (const Status now = between_steps(s); now != Status::ok) { return now; }
+    // Nothing to forget: rows, shared pages and any hole are left alone.
+    return next >= next_position(s) ? Status::ok : truncate(s, next);
+  }
+
+  /// Takes back the rows of the open step, for a step that failed.
+  ///
+  /// \returns `ok`; `no_open_step`, `eviction_open`, `no_such_sequence` or as `try_truncate`: nothing was changed
+  Status try_cancel_step(SequenceId s) noexcept {
+    const Status now = between_steps(s);
+    if (now != Status::step_open) { return now == Status::ok ? Status::no_open_step : now; }
+    return truncate(s, Position{raw(next_position(s)) - writes_[table_index(s, 0)].count});
   }
 
   /// Forgets the last `n` tokens, or all if there are fewer. See `try_truncate`.
@@ -418,6 +456,27 @@ class PagedCache {
     return ids_.data() + table_index(s, t) * index(max_pages_);
   }
   void touch(SequenceId s, std::int32_t t) noexcept { state_of(s, t).generation = ++clock_; }
+  [[nodiscard]] std::size_t layer_index(SequenceId s, LayerId l) const noexcept {
+    return index(static_cast<std::int64_t>(raw(s)) * params_.layers + raw(l));
+  }
+  // Marks all layers as to be written, or none.
+  void open_layers(SequenceId s, std::uint8_t open) noexcept {
+    std::fill_n(unwritten_.begin() + static_cast<std::ptrdiff_t>(layer_index(s, LayerId{0})),
+                params_.layers,
+                open);
+    unwritten_layers_[index(raw(s))] = open * params_.layers;
+  }
+  // `ok` if the sequence is alive, every reserved row is written and every applied plan committed.
+  [[nodiscard]] Status between_steps(SequenceId s) const noexcept {
+    if (!alive(s)) { return Status::no_such_sequence; }
+    Status status = Status::ok;
+    for (std::int32_t t = 0; t < tables_; ++t) {
+      const SequenceState& state = states_[table_index(s, t)];
+      if (state.open) { status = Status::step_open; }
+      if (state.applied) { return Status::eviction_open; }
+    }
+    return status;
+  }
 
   [[nodiscard]] const float* element(const RowSource& source,
                                      std::int32_t token,
@@ -430,15 +489,6 @@ class PagedCache {
     return source.data + token * token_stride + head * head_stride;
   }
 
-  template <class F>
-  static void for_each_head(const CacheView& all, SequenceId s, std::int32_t t, F&& f) noexcept {
-    for (std::int32_t l = 0; l < all.layers_per_table(); ++l) {
-      for (std::int32_t h = 0; h < all.heads_per_table(); ++h) {
-        f(HeadRef{
-            all, s, LayerId{raw(all.first_layer(t)) + l}, HeadId{raw(all.first_head(t)) + h}});
-      }
-    }
-  }
   // Calls f(entry) for each shared page that an extend by n writes to, each at most once; returns how many.
   template <class F>
   std::int32_t for_each_shared_target(SequenceId s,
@@ -506,6 +556,7 @@ class PagedCache {
       }
     });
     writes_[table_index(s, t)] = w;
+    state.open = true;
     if (fills_hole) {
       state.append_row = -1;
       // The new row in the hole is newer than the rows that follow it.
@@ -514,7 +565,7 @@ class PagedCache {
     state.live_rows += n;
     state.next_position += n;
     state.next_rope_position += n;
-    if (n > 0) { ++state.steps; }
+    ++state.steps;
     touch(s, t);
   }
 
@@ -546,9 +597,47 @@ class PagedCache {
     return result;
   }
 
+  // Rope position of the token at `next`: counted back from the first row behind it, from which on rope positions were
+  // given one by one; after those that stay, where rows have gone in between and the others were numbered anew.
+  [[nodiscard]] static std::int32_t rope_position_at(const CacheView& all,
+                                                     SequenceId s,
+                                                     std::int32_t t,
+                                                     Position next) noexcept {
+    const SequenceState state = all.states[all.table_index(s, t)];
+    std::int32_t rope = 0;
+    for_each_head(all, s, t, [&](const HeadRef& head) {
+      std::int32_t position = state.next_position;
+      std::int32_t stands = state.next_rope_position;
+      for (std::int32_t r = 0; r < state.extent(); ++r) {
+        if (r == state.append_row) { continue; }
+        const std::int32_t at = all.rope_position(s, head.layer, head.head, r);
+        if (head.position(r) < next) {
+          rope = std::max(rope, at + 1);
+        } else if (raw(head.position(r)) < position) {
+          position = raw(head.position(r)), stands = at;
+        }
+      }
+      rope = std::max(rope, stands - (position - raw(next)));
+    });
+    return rope;
+  }
+
+  [[nodiscard]] Status truncate(SequenceId s, Position next) noexcept {
+    const CacheView all = view();
+    for (std::int32_t t = 0; t < tables_; ++t) {
+      if (const Status status = truncated_rows(all, s, t, next).status; status != Status::ok) {
+        return status;
+      }
+    }
+    for (std::int32_t t = 0; t < tables_; ++t) { truncate_table(all, s, t, next); }
+    open_layers(s, 0);
+    return Status::ok;
+  }
+
   void truncate_table(const CacheView& all, SequenceId s, std::int32_t t, Position next) noexcept {
     SequenceState& state = state_of(s, t);
     const std::int32_t kept = truncated_rows(all, s, t, next).kept;
+    const std::int32_t rope = rope_position_at(all, s, t, next);
     for_each_head(all, s, t, [&](const HeadRef& head) {
       const auto stays = [&](std::int32_t r) {
         return r != state.append_row && head.position(r) < next;
@@ -564,14 +653,13 @@ class PagedCache {
       }
     });
     state.ordered = state.ordered || kept == 0;
-    const std::int32_t removed = state.live_rows - kept;
     release_tail(s, t, pages_for(kept, params_.page_size));
-    state.next_rope_position -=
-        state.next_rope_position == state.next_position ? state.next_position - raw(next) : removed;
+    state.next_rope_position = rope;
     state.next_position = raw(next);
     state.live_rows = kept;
     state.rows_at_eviction = std::min(state.rows_at_eviction, kept);
     state.append_row = -1;
+    state.open = false;
     writes_[table_index(s, t)] = {};
     touch(s, t);
   }
@@ -626,6 +714,8 @@ class PagedCache {
   std::vector<std::int32_t> ids_;  // [max_sequences, tables, max_pages]
   std::vector<SequenceState> states_;
   std::vector<Write> writes_;
+  std::vector<std::uint8_t> unwritten_;         // [max_sequences, layers] of the open step
+  std::vector<std::int32_t> unwritten_layers_;  // [max_sequences]
   std::vector<bool> alive_;
   std::uint64_t clock_ = 0;
   Plane k_, v_, u_;

@@ -21,6 +21,8 @@ struct SequenceState {
   std::int32_t steps = 0;             ///< extends since the last eviction
   std::int32_t rows_at_eviction = 0;  ///< live rows just after the last eviction; 0: never evicted
   bool ordered = true;                ///< slot order is position order
+  bool open = false;                  ///< extended, and not yet written in every layer of the table
+  bool applied = false;               ///< an eviction was applied and not committed
   std::uint64_t generation = 0;       ///< incremented by every change
 
   /// Rows of the table that are or were in use: the live ones and the hole.

@@ -18,8 +18,9 @@ struct TableUpdate {
   HeadId head;                      ///< first KV head it serves
   std::span<const PageId> k_pages;  ///< pages of the keys, in order
   std::span<const PageId> v_pages;  ///< pages of the values; the same span where one id serves both
-  std::int32_t pages_before;        ///< entries the table had; clear those beyond `k_pages`
-  SequenceState state;              ///< live rows, positions and the row of the next append
+  std::int32_t
+      pages_before;  ///< entries the table had, reserved ones included; clear those beyond `k_pages`
+  SequenceState state;  ///< live rows, positions and the row of the next append
 };
 
 namespace detail {
@@ -36,11 +37,12 @@ struct TableSinkArchetype {
 /// | `s.update(u)` | `void`    | store the table's pages, length and state                                       |
 /// | `s.release(p)`| to `bool` | page `p` left one table: drop one reference; true if nobody holds it any longer |
 ///
-/// Semantics the compiler cannot check: `update` comes before the releases of the same table; releases come tail first.
+/// Both are `noexcept`. Semantics the compiler cannot check: all updates come before the first release; the releases of a table
+/// come tail first.
 template <class S>
 concept TableSink = requires(S& s, const TableUpdate& u, PageId p) {
-  s.update(u);
-  { s.release(p) } -> std::convertible_to<bool>;
+  { s.update(u) } noexcept;
+  { s.release(p) } noexcept -> std::convertible_to<bool>;
 };
 static_assert(TableSink<detail::TableSinkArchetype>);
 

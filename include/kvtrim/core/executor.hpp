@@ -28,7 +28,7 @@ struct ExecutorProbe {
 template <class E>
 concept Executor = requires(const E& e, std::int64_t n, detail::ExecutorProbe f) {
   { e.workers() } -> std::convertible_to<std::int32_t>;
-  e.for_each(n, f);
+  { e.for_each(n, f) } noexcept;
 };
 
 namespace detail {

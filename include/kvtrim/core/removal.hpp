@@ -10,10 +10,11 @@ namespace kvtrim {
 
 /// The ways in which rows leave a table.
 enum class Removal : std::uint8_t {
-  automatic,   ///< the policy's own
+  /// The policy's own. Where the view has no states or no positions, so that nothing could tell the order of its rows
+  /// afterwards, `stable_pack` takes the place of a way that loses their order.
+  automatic,
   drop_pages,  ///< whole pages leave the table, which closes up: 0 bytes moved
-  /// For one row too many: its slot takes the next append, and at most one row moves. Otherwise, and where the view has no
-  /// states that could name the hole, the same as `stable_pack`.
+  /// For one row too many: its slot takes the next append, and at most one row moves. Otherwise the same as `stable_pack`.
   overwrite_slot,
   fill_holes,   ///< rows from the tail fill the holes: fewest bytes, slot order is lost
   stable_pack,  ///< rows close up in order
@@ -24,6 +25,12 @@ enum class Removal : std::uint8_t {
   return detail::enumerator_name(
       r, {"automatic", "drop_pages", "overwrite_slot", "fill_holes", "stable_pack"});
 }
+
+/// What happens to the entries that a table keeps for rows to come (`CacheView::reserved_pages`) when rows go.
+enum class ReservedPages : std::uint8_t {
+  follow,   ///< they stay, right behind the kept pages
+  release,  ///< they leave the table with the pages that go
+};
 
 /// What happens to rope positions when rows go.
 enum class PositionMode : std::uint8_t {

@@ -32,6 +32,13 @@ enum class [[nodiscard]] Status : std::uint8_t {
   length_beyond_table,  ///< a length is negative or its rows need more pages than the table row has
   bad_plan,  ///< bytes that are not a plan, or a plan of another shape or position mode than the view's
   bad_options,  ///< a way of removal, a rerotator or a spare page that cannot serve this policy and view
+  step_open,  ///< rows were reserved (`try_extend`) and not yet written in every layer of the table
+  no_open_step,     ///< rows to write that no `try_extend` reserved, or that were written before
+  eviction_open,    ///< a plan was applied to the table and not committed
+  states_disagree,  ///< lengths and states, or two numbers of one state, contradict each other
+  /// A table was changed between `apply` and `commit`: its rows moved, and it cannot be committed. The one status after
+  /// which rows are lost; the plan's other tables were committed.
+  torn,
 };
 
 /// Name of `s`, spelled as in the enumeration; "unknown" for a value outside it.
@@ -56,7 +63,12 @@ enum class [[nodiscard]] Status : std::uint8_t {
                                   "page_twice",
                                   "length_beyond_table",
                                   "bad_plan",
-                                  "bad_options"});
+                                  "bad_options",
+                                  "step_open",
+                                  "no_open_step",
+                                  "eviction_open",
+                                  "states_disagree",
+                                  "torn"});
 }
 
 /// Whether a plan with this status may be applied: `ok` or `over_budget`.

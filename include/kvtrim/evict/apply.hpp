@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <kvtrim/cache/check_view.hpp>
+#include <kvtrim/cache/generation.hpp>
 #include <kvtrim/cache/head_ref.hpp>
 #include <kvtrim/cache/move.hpp>
 #include <kvtrim/core/executor.hpp>
@@ -250,6 +250,15 @@ class HeadMover {
   const PageId* v_pages_;
 };
 
+// Whether no table that the plan evicts from has changed since.
+[[nodiscard]] inline bool fresh(const PlanView& plan, const CacheView& view) noexcept {
+  bool same = true;
+  plan.for_each_evicting([&](SequenceId s, std::int32_t t) {
+    same = same && plan.table(s, t).generation == table_generation(view, s, t);
+  });
+  return same;
+}
+
 // Whether the lengths and pages of a plan of the view's shape can be the view's: a plan read back from bytes may say
 // anything.
 [[nodiscard]] inline bool fits(const PlanView& plan, const CacheView& view) noexcept {
@@ -286,10 +295,11 @@ class HeadMover {
 /// Moves and rotates rows as `plan` says. Tables and lengths stay unchanged until `commit`.
 ///
 /// \param plan       made from `view`, not yet applied
-/// \param view       the cache, unchanged since the plan was made
+/// \param view       the cache; of the tables that the plan evicts from, unchanged since it was made. Other sequences and
+///   layers may have gone on
 /// \param rerotator  the one the plan was made with
-/// \returns `ok`; `stale_plan` if the view changed or the plan was applied before; the plan's own status if it is not
-///   usable; `bad_plan` if it is of another shape or position mode, or names pages that the view does not have. Nothing is
+/// \returns `ok`; `stale_plan` if such a table changed or the plan was applied before (never if nothing goes); the plan's own
+///   status if it is not usable; `bad_plan` if it is of another shape or position mode, or names pages that the view does not have. Nothing is
 ///   written then
 /// \par Complexity
 /// O(rows that stay) per KV head; no allocation; cannot fail once it writes
@@ -308,7 +318,11 @@ Status apply(const PlanRef& plan,
       header->page_size != view.page_size || header->positions != rerotator.mode()) {
     return Status::bad_plan;
   }
-  if (header->stage != detail::PlanStage::planned || header->generation != generation_of(view)) {
+  if (plan.empty()) {
+    if (header->stage == detail::PlanStage::planned) { header->stage = detail::PlanStage::applied; }
+    return Status::ok;
+  }
+  if (header->stage != detail::PlanStage::planned || !detail::fresh(plan, view)) {
     return Status::stale_plan;
   }
   if (!detail::fits(plan, view)) { return Status::bad_plan; }
@@ -322,18 +336,13 @@ Status apply(const PlanRef& plan,
       detail::HeadMover(plan, head, rerotator).run();
     }
   });
-  // If the view has states, they carry the generation, so that a copy of the plan cannot be applied either.
-  if (view.states != nullptr) {
-    for (std::int32_t s = 0; s < view.sequences; ++s) {
-      for (std::int32_t t = 0; t < view.tables_per_sequence(); ++t) {
-        if (plan.table(SequenceId{s}, t).evicts) {
-          ++view.states[s * view.tables_per_sequence() + t].generation;
-        }
-      }
-    }
-  }
+  // Counters, where there are any, tell: so a copy of the plan cannot be applied either.
+  plan.for_each_evicting([&](SequenceId s, std::int32_t t) {
+    const std::int64_t i = view.table_index(s, t);
+    plan.own_table(s, t).generation += detail::raise_generation(view, i);
+    if (view.states != nullptr) { view.states[i].applied = true; }
+  });
   header->stage = detail::PlanStage::applied;
-  header->generation = generation_of(view);
   return Status::ok;
 }
 

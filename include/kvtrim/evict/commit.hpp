@@ -2,7 +2,8 @@
 #pragma once
 
 #include <kvtrim/cache/cache_view.hpp>
-#include <kvtrim/cache/check_view.hpp>
+#include <kvtrim/cache/generation.hpp>
+#include <kvtrim/cache/head_ref.hpp>
 #include <kvtrim/cache/table_update.hpp>
 #include <kvtrim/core/status.hpp>
 #include <kvtrim/evict/plan.hpp>
@@ -23,14 +24,64 @@ struct Report {
   std::int32_t released_pages = 0;  ///< of those, pages that nobody holds any longer
   std::int64_t bytes_moved = 0;     ///< bytes of keys, values and page planes written by apply
   std::int64_t nan_count = 0;       ///< NaN among the candidates' scores
+  std::int32_t replaced = 0;  ///< tables that were packed in order in place of the way asked for
 };
 
-/// Writes an applied plan's tables, lengths and states into `sink` and returns the dropped pages.
+namespace detail {
+
+// Takes the tables that cannot be committed out of the plan and the report: `stale_plan` where their sequence ended since,
+// `torn` where they were changed. False if one is torn.
+inline bool leave_out(const PlanRef& plan, const CacheView& view, Report& report) noexcept {
+  plan.for_each_evicting([&](SequenceId s, std::int32_t t) {
+    const LayerId l = view.first_layer(t);
+    const HeadId h = view.first_head(t);
+    TablePlan& table = plan.own_table(s, t);
+    const bool applied = view.states == nullptr || view.state(s, l, h).applied;
+    if (view.live_rows(s, l, h) == 0 || !applied) {
+      table.status = Status::stale_plan;
+    } else if (table.generation != table_generation(view, s, t)) {
+      table.status = Status::torn;
+    } else {
+      return;
+    }
+    if (report.status != Status::torn) { report.status = table.status; }
+    table.evicts = false;
+    table.pages_after = table.reserved_after = 0;
+    for_each_head(view, s, t, [&](const HeadRef& head) {
+      const std::int64_t gone = plan.head(s, head.layer, head.head).evicted;
+      report.evicted_rows -= gone;
+      report.kept_rows -= table.live_before - gone;
+    });
+  });
+  return report.status != Status::torn;
+}
+
+[[nodiscard]] inline SequenceState state_after(const PlanView& plan,
+                                               const TablePlan& table,
+                                               SequenceState state) noexcept {
+  state.live_rows = table.live_after;
+  state.append_row = table.append_row;
+  state.ordered = table.ordered_after;
+  state.steps = 0;
+  state.rows_at_eviction = table.live_after;
+  state.applied = false;
+  if (plan.positions() == PositionMode::in_cache) { state.next_rope_position = table.live_after; }
+  return state;
+}
+
+}  // namespace detail
+
+/// Writes an applied plan's tables, lengths and states into `sink`, and then returns the dropped pages.
+///
+/// All tables are written before the first page is released, so `release` may call back: append, plan in another workspace,
+/// end a sequence. Only the workspace that this plan lies in must stay as it is.
 ///
 /// \param plan  applied to `view`
-/// \param view  the cache, unchanged since then
+/// \param view  the cache; of the tables that the plan evicts from, unchanged since then, except that a sequence may have
+///   ended: it has no rows, or its state is no longer `applied`. It is left out
 /// \param sink  where the tables live
-/// \returns the report; with status `not_applied` or `stale_plan`, nothing was changed
+/// \returns the report. `not_applied`; `stale_plan`: committed before, or every sequence ended: nothing was changed. `torn`: a
+///   table was changed since `apply` moved its rows. It is lost; the others were committed
 /// \par Complexity
 /// O(table entries); no allocation
 /// \par Thread-safety
@@ -41,12 +92,9 @@ Report commit(const PlanRef& plan, const CacheView& view, S& sink) noexcept {
   report.status = plan.status();
   detail::PlanHeader* const header = plan.own_header();
   if (!usable(plan.status()) || header == nullptr) { return report; }
-  if (header->stage == detail::PlanStage::planned) {
-    report.status = Status::not_applied;
-    return report;
-  }
-  if (header->stage == detail::PlanStage::committed || header->generation != generation_of(view)) {
-    report.status = Status::stale_plan;
+  if (header->stage != detail::PlanStage::applied) {
+    report.status =
+        header->stage == detail::PlanStage::planned ? Status::not_applied : Status::stale_plan;
     return report;
   }
   header->stage = detail::PlanStage::committed;
@@ -54,33 +102,38 @@ Report commit(const PlanRef& plan, const CacheView& view, S& sink) noexcept {
   report.kept_rows = plan.kept_rows();
   report.bytes_moved = plan.bytes_moved();
   report.nan_count = plan.nan_count();
-  for (std::int32_t i = 0; i < plan.sequences(); ++i) {
-    for (std::int32_t t = 0; t < plan.tables(); ++t) {
-      const SequenceId s{i};
-      const TablePlan& table = plan.table(s, t);
-      report.allocated_rows += static_cast<std::int64_t>(table.pages_after) * view.page_size *
-                               view.layers_per_table() * view.heads_per_table();
-      if (!table.evicts) { continue; }
-      const LayerId l = view.first_layer(t);
-      const HeadId h = view.first_head(t);
-      SequenceState state = view.state(s, l, h);
-      state.live_rows = table.live_after;
-      state.append_row = table.append_row;
-      state.ordered = table.ordered_after;
-      state.steps = 0;
-      state.rows_at_eviction = table.live_after;
-      if (plan.positions() == PositionMode::in_cache) {
-        state.next_rope_position = table.live_after;
-      }
-      ++state.generation;
-      sink.update(TableUpdate{
-          s, t, l, h, plan.k_pages(s, t), plan.v_pages(s, t), table.pages_before, state});
-      for (const PageId p : plan.released(s, t)) {
-        ++report.dropped_pages;
-        report.released_pages += sink.release(p) ? 1 : 0;
-      }
-    }
+  const bool whole = detail::leave_out(plan, view, report);
+  KVTRIM_ASSERT(whole && "a table was changed between apply and commit: its rows are lost");
+  bool any = plan.empty();
+  for (std::int32_t i = 0; i < plan.sequences() * plan.tables(); ++i) {
+    const SequenceId s{i / plan.tables()};
+    const std::int32_t t = i % plan.tables();
+    const TablePlan& table = plan.table(s, t);
+    report.allocated_rows += static_cast<std::int64_t>(table.pages_after + table.reserved_after) *
+                             view.page_size * view.layers_per_table() * view.heads_per_table();
+    if (!table.evicts) { continue; }
+    any = true;
+    report.replaced += table.replaced ? 1 : 0;
+    static_cast<void>(detail::raise_generation(view, view.table_index(s, t)));
+    const LayerId l = view.first_layer(t);
+    const HeadId h = view.first_head(t);
+    sink.update(TableUpdate{s,
+                            t,
+                            l,
+                            h,
+                            plan.k_pages(s, t),
+                            plan.v_pages(s, t),
+                            table.pages_before + table.reserved_before,
+                            detail::state_after(plan, table, view.state(s, l, h))});
   }
+  if (any && report.status == Status::stale_plan) { report.status = plan.status(); }
+  plan.for_each_evicting([&](SequenceId s, std::int32_t t) {
+    for (const PageId p : plan.released(s, t)) {
+      ++report.dropped_pages;
+      report.released_pages += sink.release(p) ? 1 : 0;
+      KVTRIM_ASSERT(header->magic == detail::plan_magic && "the plan's workspace was used again");
+    }
+  });
   return report;
 }
 
@@ -123,7 +176,10 @@ class DenseTables {
   }
   /// Drops one reference.
   bool release(PageId p) noexcept {
-    if (ref_counts_ != nullptr && --ref_counts_[raw(p)] > 0) { return false; }
+    if (ref_counts_ != nullptr) {
+      std::int32_t& count = ref_counts_[raw(p)];
+      if (count <= 0 || --count > 0) { return false; }
+    }
     if (count_ < freed_.size()) { freed_[count_] = p; }
     ++count_;
     return true;

@@ -24,16 +24,21 @@ struct TablePlan {
   Removal removal = Removal::stable_pack;  ///< how rows are removed
   bool evicts = false;                     ///< whether anything goes
   bool ordered_after = true;               ///< slot order is position order afterwards
-  std::int32_t live_before = 0;            ///< live rows
-  std::int32_t live_after = 0;             ///< rows that stay
-  std::int32_t extent_before = 0;          ///< rows in use, a hole included
-  std::int32_t first_row = 0;              ///< rows of left padding
-  std::int32_t append_row = -1;            ///< row of the next append, if it is a hole
-  std::int32_t pages_before = 0;           ///< entries in use
-  std::int32_t pages_after = 0;            ///< entries afterwards
-  std::int32_t released = 0;               ///< pages that leave (K and V ids counted separately)
-  std::int32_t shared_kept = 0;            ///< leading shared pages that stay as they are
-  std::int32_t spare_pages = 0;            ///< spare pages that replace shared ones
+  bool replaced = false;                   ///< `stable_pack` in place of the way that was asked for
+  bool positions_known = true;     ///< otherwise rows went before and nothing tells their positions
+  std::int32_t live_before = 0;    ///< live rows
+  std::int32_t live_after = 0;     ///< rows that stay
+  std::int32_t extent_before = 0;  ///< rows in use, a hole included
+  std::int32_t first_row = 0;      ///< rows of left padding
+  std::int32_t append_row = -1;    ///< row of the next append, if it is a hole
+  std::int32_t pages_before = 0;   ///< entries in use
+  std::int32_t pages_after = 0;    ///< entries afterwards
+  std::int32_t released = 0;       ///< pages that leave (K and V ids counted separately)
+  std::int32_t shared_kept = 0;    ///< leading shared pages that stay as they are
+  std::int32_t spare_pages = 0;    ///< spare pages that replace shared ones
+  std::int32_t reserved_before = 0;  ///< entries behind the used ones, for rows to come
+  std::int32_t reserved_after = 0;   ///< those of them that stay, behind `pages_after`
+  std::uint64_t generation = 0;      ///< of the table, if it evicts (`table_generation`)
 };
 
 /// What happens to one KV head of one layer.
@@ -47,7 +52,7 @@ struct HeadPlan {
 
 namespace detail {
 
-inline constexpr std::uint32_t plan_magic = 0x4B56'5432;  // "KVT2"
+inline constexpr std::uint32_t plan_magic = 0x4B56'5433;  // "KVT3"
 enum class PlanStage : std::uint32_t { planned, applied, committed };
 
 struct PlanHeader {
@@ -67,7 +72,6 @@ struct PlanHeader {
   std::int64_t bytes_moved = 0;
   std::int64_t kept_rows = 0;
   std::int64_t evicted_rows = 0;
-  std::uint64_t generation = 0;
 };
 inline constexpr PlanHeader no_plan{};
 
@@ -177,7 +181,7 @@ class PlanView {
     return {array<std::int32_t>(layout_.ranks) + head_index(s, l, h) * header_->max_rows,
             plan.has_ranks != 0 ? static_cast<std::size_t>(plan.kept) : 0};
   }
-  /// Positions of the rows that go, ascending.
+  /// Positions of the rows that go, ascending; rows of the table where `TablePlan::positions_known` is false.
   [[nodiscard]] std::span<const Position> evicted(SequenceId s,
                                                   LayerId l,
                                                   HeadId h) const noexcept {
@@ -190,10 +194,18 @@ class PlanView {
     return {array<PageId>(layout_.released) + table_index(s, t) * 2 * layout_.max_pages,
             static_cast<std::size_t>(table(s, t).released)};
   }
-  /// Pages of the keys of table `t` afterwards.
+  /// Whether `evicted` lists positions for every table that evicts; false where rows have gone before and the view has no
+  /// plane of positions.
+  [[nodiscard]] bool positions_known() const noexcept {
+    bool known = true;
+    for_each_evicting(
+        [&](SequenceId s, std::int32_t t) { known = known && table(s, t).positions_known; });
+    return known;
+  }
+  /// Pages of the keys of table `t` afterwards, reserved ones last; empty if nothing goes from it.
   [[nodiscard]] std::span<const PageId> k_pages(SequenceId s, std::int32_t t) const noexcept {
     return {array<PageId>(layout_.pages) + table_index(s, t) * 2 * layout_.max_pages,
-            static_cast<std::size_t>(table(s, t).pages_after)};
+            entries_after(s, t)};
   }
   /// Pages of the values of table `t` afterwards.
   [[nodiscard]] std::span<const PageId> v_pages(SequenceId s, std::int32_t t) const noexcept {
@@ -203,9 +215,18 @@ class PlanView {
   /// Entry that each page of `k_pages` had before; -1: a spare page.
   [[nodiscard]] std::span<const std::int32_t> sources(SequenceId s, std::int32_t t) const noexcept {
     return {array<std::int32_t>(layout_.sources) + table_index(s, t) * layout_.max_pages,
-            static_cast<std::size_t>(table(s, t).pages_after)};
+            entries_after(s, t)};
   }
 
+  /// Calls f(sequence, table) for the tables from which rows go.
+  template <class F>
+  void for_each_evicting(F&& f) const {
+    for (std::int32_t s = 0; s < sequences(); ++s) {
+      for (std::int32_t t = 0; t < tables(); ++t) {
+        if (table(SequenceId{s}, t).evicts) { f(SequenceId{s}, t); }
+      }
+    }
+  }
   /// Calls f(row) for each row of (sequence, layer, KV head) that stays, ascending.
   template <class F>
   void for_each_kept(SequenceId s, LayerId l, HeadId h, F&& f) const {
@@ -286,6 +307,10 @@ class PlanView {
   [[nodiscard]] std::int64_t table_index(SequenceId s, std::int32_t t) const noexcept {
     return raw(s) * layout_.tables + t;
   }
+  [[nodiscard]] std::size_t entries_after(SequenceId s, std::int32_t t) const noexcept {
+    const TablePlan& plan = table(s, t);
+    return plan.evicts ? static_cast<std::size_t>(plan.pages_after + plan.reserved_after) : 0;
+  }
 
   const detail::PlanHeader* header_ = &detail::no_plan;
   detail::PlanLayout layout_{detail::no_plan};
@@ -304,6 +329,10 @@ class PlanRef : public PlanView {
 
   /// Used by `apply` and `commit`; null: there is no plan.
   [[nodiscard]] detail::PlanHeader* own_header() const noexcept { return own_; }
+  /// Used by `apply`: the plan lies in memory that this object may write.
+  [[nodiscard]] TablePlan& own_table(SequenceId s, std::int32_t t) const noexcept {
+    return const_cast<TablePlan&>(table(s, t));
+  }
 
  private:
   detail::PlanHeader* own_ = nullptr;

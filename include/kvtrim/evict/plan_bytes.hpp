@@ -18,7 +18,7 @@ namespace kvtrim {
 namespace detail {
 
 // The last enumerator of a status that a plan can have.
-inline constexpr Status last_status = Status::bad_options;
+inline constexpr Status last_status = Status::torn;
 
 // Whether the header's counts are those of a block of this size, and every bool and enumerator is valid.
 [[nodiscard]] inline bool has_plan_layout(std::span<const std::byte> bytes) noexcept {
@@ -45,9 +45,11 @@ inline constexpr Status last_status = Status::bad_options;
   if (layout.bytes != size) { return false; }
   for (std::int64_t t = 0; t < x.sequences * layout.tables; ++t) {
     const std::int64_t at = layout.table_plans + t * static_cast<std::int64_t>(sizeof(TablePlan));
-    if (!is_bool(at + static_cast<std::int64_t>(offsetof(TablePlan, evicts))) ||
-        !is_bool(at + static_cast<std::int64_t>(offsetof(TablePlan, ordered_after)))) {
-      return false;
+    for (const std::size_t member : {offsetof(TablePlan, evicts),
+                                     offsetof(TablePlan, ordered_after),
+                                     offsetof(TablePlan, replaced),
+                                     offsetof(TablePlan, positions_known)}) {
+      if (!is_bool(at + static_cast<std::int64_t>(member))) { return false; }
     }
   }
   return true;
@@ -67,10 +69,11 @@ inline constexpr Status last_status = Status::bad_options;
            within(p.live_after, 0, p.live_before) && within(p.append_row, -1, p.extent_before) &&
            within(p.first_row, 0, x.max_rows - p.extent_before) &&
            within(p.pages_before, 0, max_pages) && within(p.pages_after, 0, p.pages_before) &&
-           within(p.released, 0, 2 * max_pages) && within(p.shared_kept, 0, p.pages_after) &&
-           within(p.spare_pages, 0, p.pages_after) &&
+           within(p.reserved_before, 0, max_pages - p.pages_before) &&
+           within(p.reserved_after, 0, p.reserved_before) && within(p.released, 0, 2 * max_pages) &&
+           within(p.shared_kept, 0, p.pages_after) && within(p.spare_pages, 0, p.pages_after) &&
            std::ranges::all_of(plan.sources(s, t), [&](std::int32_t e) {
-             return within(e, -1, p.pages_before - 1) &&
+             return within(e, -1, p.pages_before + p.reserved_before - 1) &&
                     (e >= 0 || !p.evicts || p.removal != Removal::drop_pages);
            });
   };

@@ -13,9 +13,11 @@ namespace kvtrim {
 struct PlanOptions {
   Removal removal = Removal::automatic;     ///< `automatic`: the policy's own
   SharedPages shared = SharedPages::leave;  ///< what happens to pages that must not be written
-  std::span<const PageId> spare_pages =
-      {};  ///< free pages that `SharedPages::copy` may take, from the front
-  const Rerotator* rerotator = nullptr;  ///< position mode; null: positions are kept
+  /// Pages that `SharedPages::copy` may take, from the front. The caller's own: in no table, none twice, none held by another
+  /// (a count of at most 1).
+  std::span<const PageId> spare_pages = {};
+  ReservedPages reserved = ReservedPages::follow;  ///< what becomes of `CacheView::reserved_pages`
+  const Rerotator* rerotator = nullptr;            ///< position mode; null: positions are kept
 };
 
 }  // namespace kvtrim

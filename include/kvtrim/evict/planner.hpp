@@ -4,6 +4,7 @@
 // A plan is made in stages: check, open, score, select, close, finish. Everything that can fail fails in one of them,
 // before a byte of the cache is written.
 
+#include <kvtrim/cache/generation.hpp>
 #include <kvtrim/core/arena.hpp>
 #include <kvtrim/core/executor.hpp>
 #include <kvtrim/evict/detail/close.hpp>
@@ -71,10 +72,11 @@ namespace detail::stage {
   if (usable(status)) {
     for (const SelectScratch& worker : draft.memory.workers) { header.nan_count += worker.nan; }
     draft.for_each_table([&](SequenceId s, std::int32_t t) {
-      const TablePlan& table = draft.plan.table(s, t);
+      TablePlan& table = draft.plan.table(s, t);
       header.kept_rows += static_cast<std::int64_t>(table.live_before) *
                           draft.view.layers_per_table() * draft.view.heads_per_table();
       if (!table.evicts) { return; }
+      table.generation = table_generation(draft.view, s, t);
       draft.for_each_head(s, t, [&](const HeadRef& at) {
         const HeadPlan& head = draft.plan.head(at);
         header.evicted_rows += head.evicted;

@@ -51,7 +51,10 @@ __global__ void gate_kernel(CacheView view, DevicePlan plan, DeviceStage from, D
   __syncthreads();
   if (opens[0] == 0 || view.states == nullptr || to != DeviceStage::applied) { return; }
   for (std::int64_t i = threadIdx.x; i < plan.all_tables(); i += blockDim.x) {
-    if (plan.table_plans[i].evicts) { ++view.states[i].generation; }
+    if (plan.table_plans[i].evicts) {
+      ++view.states[i].generation;
+      view.states[i].applied = true;
+    }
   }
 }
 

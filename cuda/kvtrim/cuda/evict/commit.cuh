@@ -60,6 +60,7 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(table_threads)
         state.ordered = table.ordered_after;
         state.steps = 0;
         state.rows_at_eviction = table.live_after;
+        state.applied = false;
         ++state.generation;
         view.states[i] = state;
       }
@@ -83,7 +84,11 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(table_threads)
     const std::int32_t i = base + static_cast<std::int32_t>(threadIdx.x);
     bool free = i < released;
     const std::int32_t page = free ? plan.released[i] : 0;
-    if (free && out.ref_counts != nullptr) { free = atomicAdd(&out.ref_counts[page], -1) <= 1; }
+    if (free && out.ref_counts != nullptr) {
+      const std::int32_t held = atomicAdd(&out.ref_counts[page], -1);
+      free = held == 1;
+      if (held <= 0) { atomicAdd(&out.ref_counts[page], 1); }  // nobody's: not returned again
+    }
     std::int32_t here = 0;
     const std::int32_t to = freed + block_rank(free, shared, here);
     if (free && out.freed != nullptr) { out.freed[to] = page; }

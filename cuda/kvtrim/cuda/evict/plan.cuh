@@ -12,6 +12,7 @@
 // occurs twice in one table is not noticed. Over 400 lines: its kernels share one unfinished plan.
 
 #include <kvtrim/cache/cache_view.hpp>
+#include <kvtrim/cache/check_tables.hpp>
 #include <kvtrim/cache/move.hpp>
 #include <kvtrim/core/removal.hpp>
 #include <kvtrim/cuda/detail/device.hpp>
@@ -93,21 +94,17 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(table_threads)
     const HeadId h = view.first_head(t);
     const SequenceState state = view.state(s, l, h);
     const std::int64_t live = view.live_rows(s, l, h);
-    const int first_row = view.first_row(s);
-    const std::int64_t rows = live + (state.append_row >= 0 ? 1 : 0) + first_row;
-    const std::int64_t used = live == 0 ? 0 : (rows + view.page_size - 1) / view.page_size;
+    const std::int64_t used = kvtrim::detail::used_entries(view, s, l, h);
     const long long place = static_cast<long long>(t) * plan.sequences + raw(s);
-    const bool bad_length = live < 0 || first_row < 0 || used > view.table.capacity(s, l, h);
-    const bool too_long = rows > plan.max_rows;
-    const bool bad_hole = state.append_row >= live + 1;
+    const ViewFault fault = kvtrim::detail::check_length(view, s, t);
+    const bool too_long =
+        live + (state.append_row >= 0 ? 1 : 0) + view.first_row(s) > plan.max_rows;
     if (threadIdx.x == 0) {
-      if (!verify && bad_length) {
-        note_fault(plan.control, phase_check, place, Status::length_beyond_table);
-      } else if (!verify && (too_long || bad_hole)) {
+      if (!verify && (fault.status != Status::ok || too_long)) {
         note_fault(plan.control,
                    phase_check,
                    place,
-                   too_long ? Status::workspace_too_small : Status::length_beyond_table);
+                   fault.status != Status::ok ? fault.status : Status::workspace_too_small);
       }
       if (!verify && view.k.layer_bases != nullptr &&
           (address_bits(view.k.layer_bases[raw(l)]) &
@@ -129,7 +126,7 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(table_threads)
           scramble(static_cast<unsigned long long>(i), lengths) +
               scramble(~static_cast<unsigned long long>(i), state.generation - (raised ? 1U : 0U)));
     }
-    if (bad_length || too_long) { continue; }
+    if (fault.status != Status::ok || too_long) { continue; }
     unsigned long long sum = 0;
     for (std::int64_t e = threadIdx.x; e < used; e += table_threads) {
       const PageId k = view.k_page(s, l, h, static_cast<std::int32_t>(e));
@@ -139,7 +136,7 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(table_threads)
         const bool in_pool = raw(p) >= 0 && raw(p) < view.pages;
         const bool may_write = in_pool && view.writable(p);
         writable |= may_write ? bit : 0U;
-        if (verify || e < first_row / view.page_size) { return; }
+        if (verify || e < view.first_row(s) / view.page_size) { return; }
         if (!in_pool) {
           note_fault(plan.control, phase_check, place, Status::page_out_of_range);
         } else if (may_write) {
@@ -168,6 +165,7 @@ struct OpenInput {
   const std::int32_t* budgets;
   RowMap budget_rows;
   Removal removal;
+  bool named;  // by the options
   bool out_of_place;
   bool by_position;
 };
@@ -246,6 +244,7 @@ __global__ void open_kernel(P policy, CacheView view, DevicePlan plan, OpenInput
     table.status = demand.status;
     table.evicts = evicts;
     table.removal = input.removal;
+    table.positions_known = view.knows_positions(s, t);
     Status status = usable(demand.status) ? Status::ok : demand.status;
     if (input.budgets != nullptr) {
       for (std::int32_t dl = 0; dl < view.layers_per_table(); ++dl) {
@@ -258,11 +257,17 @@ __global__ void open_kernel(P policy, CacheView view, DevicePlan plan, OpenInput
       }
     }
     if (evicts) {
-      if (table.removal == Removal::overwrite_slot &&
-          (live - demand.keep != 1 || state.append_row >= 0 || view.states == nullptr ||
-           input.out_of_place)) {
+      const bool overwrites = table.removal == Removal::overwrite_slot;
+      const bool loses_order = overwrites || table.removal == Removal::fill_holes;
+      const bool unrecorded = loses_order && (view.states == nullptr || !view.positions);
+      if (unrecorded && input.named) { status = Status::bad_options; }
+      if (unrecorded || (overwrites && (live - demand.keep != 1 || state.append_row >= 0 ||
+                                        input.out_of_place))) {
         table.removal = Removal::stable_pack;
+        table.replaced = true;
       }
+      if (state.open) { status = Status::step_open; }
+      if (state.applied) { status = Status::eviction_open; }
       if (table.removal == Removal::drop_pages && (!state.ordered || state.append_row >= 0)) {
         status = Status::rows_unordered;
       }
@@ -855,6 +860,7 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(table_threads)
          view.kv_heads >= 1 && view.page_size == shape.page_size && view.page_size >= 1 &&
          view.pages <= shape.pages && shape.max_rows >= 1 && view.table.ids != nullptr &&
          (view.lengths != nullptr || view.last_page_len != nullptr || view.states != nullptr) &&
+         view.reserved_pages == nullptr && view.generations == nullptr &&  // not yet on the device
          row_planes(view).count > 0;
 }
 
@@ -931,8 +937,12 @@ template <Policy P>
   const std::size_t scorer_bytes = Scorer::workspace_bytes(policy.scorer(), shape);
   const dim3 threads(table_threads);
   const dim3 tables(bounded_grid(made.all_tables()));
-  const OpenInput input{
-      obs.budgets, obs.budget_rows, removal, options.out_of_place, Scorer::by_position};
+  const OpenInput input{obs.budgets,
+                        obs.budget_rows,
+                        removal,
+                        options.removal != Removal::automatic,
+                        options.out_of_place,
+                        Scorer::by_position};
 
   cudaError_t e =
       launch(clear_kernel<>,

@@ -49,13 +49,20 @@ struct Closing {
   void take_first(std::int32_t count) const noexcept {
     for (std::int32_t e = 0; e < count; ++e) { take(e, e); }
   }
-  // Lists the old entries that the new table does not name, tail first. `stays(e)`: whether entry e is still there.
+  // Lists the old entries that the new table does not name, tail first. `stays(e)`: whether entry e is still there. Reserved
+  // entries are behind the last page that stays, or leave with the others.
   template <class Stays>
   void release(const Stays& stays) const noexcept {
+    plan.reserved_after =
+        draft.options.reserved == ReservedPages::follow ? plan.reserved_before : 0;
+    for (std::int32_t e = 0; e < plan.reserved_after; ++e) {
+      take(plan.pages_after + e, plan.pages_before + e);
+    }
     PageId* const out = PlanWriter::writable(draft.plan.view().released(s, t)).data();
     plan.released = 0;
-    for (std::int32_t e = plan.pages_before; e-- > 0;) {
-      if (stays(e)) { continue; }
+    const std::int32_t end = plan.pages_before + plan.reserved_before - plan.reserved_after;
+    for (std::int32_t e = end; e-- > 0;) {
+      if (e < plan.pages_before && stays(e)) { continue; }
       out[plan.released++] = view.table.page(entries[e]);
       if (view.table.v_offset == 0) { continue; }
       out[plan.released++] = view.table.page(entries[e + view.table.v_offset]);
@@ -104,17 +111,21 @@ struct Closing {
   const bool rotates = c.draft.rotates();
   bool turns_shared = false;
   c.for_each_head([&](const HeadRef& head) {
-    std::int32_t* const out = c.draft.plan.rows(head);
+    std::int32_t* const list = c.draft.plan.rows(head);
+    std::int32_t* out = list;
     const std::int32_t* const positions = head.positions();
-    std::int32_t evicted = 0;
     for (std::int32_t e = first; e <= last; ++e) {
       if (stays(e)) { continue; }
+      const std::int32_t begin = span.begin(e);
+      while (e < last && !stays(e + 1)) { ++e; }  // neighbours are one run of rows
       const std::int32_t end = span.end(e);
-      for (std::int32_t r = span.begin(e); r < end; ++r) {
-        out[evicted++] = positions != nullptr ? positions[r] : raw(head.position(r));
+      if (positions != nullptr) {
+        out = std::copy(positions + begin, positions + end, out);
+        continue;
       }
+      for (std::int32_t r = begin; r < end; ++r) { *out++ = raw(head.position(r)); }
     }
-    c.draft.plan.head(head) = {.evicted = evicted};
+    c.draft.plan.head(head) = {.evicted = static_cast<std::int32_t>(out - list)};
     if (!rotates) { return; }
     std::int32_t rank = 0;
     for (std::int32_t r = 0; r < plan.live_before; ++r) {
@@ -216,7 +227,7 @@ struct Closing {
     if (!is(e, RowKind::locked)) { continue; }
     // Locked pages must come first and be full: rows behind them are numbered from their end.
     const std::int32_t begin = e * c.view.page_size - plan.first_row;
-    const bool full = begin >= 0 && begin + c.view.page_size <= plan.extent_before;
+    const bool full = begin + c.view.page_size <= plan.extent_before;
     if (any_free || pages >= plan.pages_after || (!full && pages + 1 < plan.pages_after)) {
       return Status::shared_page;
     }
@@ -289,7 +300,7 @@ template <Policy P>
     }
     if (!plan.evicts) {
       plan.live_after = plan.live_before, plan.pages_after = plan.pages_before, plan.released = 0;
-      c.take_first(plan.pages_before);
+      plan.reserved_after = plan.reserved_before;
     }
     if (usable(status) && plan.status != Status::ok) { status = plan.status; }
   });

@@ -16,7 +16,7 @@
 
 namespace kvtrim::detail::stage {
 
-/// Whether the tables are sound, what the policy needs to see is there, and the workspace is large enough. Opens the plan.
+/// Whether lengths and states are sound, what the policy needs to see is there, and the workspace is large enough.
 template <Policy P>
 [[nodiscard]] Status check(const P& policy,
                            const Observation& obs,
@@ -25,9 +25,9 @@ template <Policy P>
                            PlanDraft& draft) noexcept {
   const CacheView& view = draft.view;
   Arena arena(workspace);
-  const auto seen = take_check(arena, view.pages);
+  draft.check_scratch = take_check(arena, view.pages);
   if (!arena.ok()) { return Status::workspace_too_small; }
-  if (const ViewFault fault = check_tables(view, seen); fault.status != Status::ok) {
+  if (const ViewFault fault = check_lengths(view); fault.status != Status::ok) {
     return fault.status;
   }
   const bool rows = rows_given<P>(obs);
@@ -48,7 +48,6 @@ template <Policy P>
   header.separate_values = view.table.v_offset != 0;
   header.positions =
       draft.options.rerotator == nullptr ? PositionMode::keep : draft.options.rerotator->mode();
-  header.generation = generation_of(view);
   draft.plan = PlanWriter(header);
   return Status::ok;
 }
@@ -107,10 +106,10 @@ inline void candidate_keys(const HeadRef& head,
 
 /// Scores the heads that compete for a common budget, and writes how many rows each of them may keep.
 template <AdaptivePolicy P, Executor E>
-void share(const P& policy,
-           const Observation& obs,
-           const PlanDraft& draft,
-           const E& executor) noexcept {
+[[nodiscard]] Status share(const P& policy,
+                           const Observation& obs,
+                           const PlanDraft& draft,
+                           const E& executor) noexcept {
   const CacheView& view = draft.view;
   const PlanMemory& memory = draft.memory;
   // Heads of so many layers, from a multiple of them on, share.
@@ -145,12 +144,22 @@ void share(const P& policy,
     });
     return excess > 0;
   };
-  save_scores(policy, obs, draft, executor, [&](const HeadRef& head) {
-    return exceeds(head.sequence, raw(head.layer) / layers * layers);
-  });
-  for (std::int32_t item = 0; item < view.sequences * (view.layers / layers); ++item) {
-    const SequenceId s{item / (view.layers / layers)};
-    const std::int32_t first_layer = item % (view.layers / layers) * layers;
+  const auto for_each_group = [&](auto&& f) {
+    for (std::int32_t item = 0; item < view.sequences * (view.layers / layers); ++item) {
+      f(SequenceId{item / (view.layers / layers)}, item % (view.layers / layers) * layers);
+    }
+  };
+  bool any = false;
+  for_each_group(
+      [&](SequenceId s, std::int32_t first_layer) { any = any || exceeds(s, first_layer); });
+  if (any) {
+    const Status status = check_entries(view, draft.check_scratch).status;
+    if (status != Status::ok) { return status; }
+    save_scores(policy, obs, draft, executor, [&](const HeadRef& head) {
+      return exceeds(head.sequence, raw(head.layer) / layers * layers);
+    });
+  }
+  for_each_group([&](SequenceId s, std::int32_t first_layer) {
     const std::int32_t longest = longest_of(s, first_layer);
     const bool competes = exceeds(s, first_layer);
     for_each_member(s, first_layer, [&](std::size_t i, const HeadRef& head) {
@@ -168,10 +177,72 @@ void share(const P& policy,
     for_each_member(s, first_layer, [&](std::size_t i, const HeadRef& head) {
       memory.budgets[draft.head_index(head)] = members[i].rows;
     });
-  }
+  });
+  return Status::ok;
 }
 
-/// Writes what each table is to do: whether anything goes, and by which way of removal.
+// The way of removal of a table that evicts: the one asked for, or `stable_pack` where that cannot be. False if the options
+// name one that would lose an order which nothing records.
+template <Policy P>
+[[nodiscard]] bool choose_removal(const P& policy,
+                                  const PlanDraft& draft,
+                                  const SequenceState& state,
+                                  const Demand& demand,
+                                  TablePlan& plan) noexcept {
+  const bool named = draft.options.removal != Removal::automatic;
+  const Removal wanted = named ? draft.options.removal : policy.removal();
+  plan.removal = wanted == Removal::automatic ? Removal::stable_pack : wanted;
+  if (!plan.evicts) { return true; }
+  bool possible = true;
+  if (wanted == Removal::overwrite_slot || wanted == Removal::fill_holes) {
+    possible = draft.records_order();
+    if (named && !possible) { return false; }
+  }
+  if (wanted == Removal::overwrite_slot) {
+    const PositionMode positions = draft.header().positions;
+    const bool one_victim = plan.live_before - demand.keep == 1 && state.append_row < 0 &&
+                            !TwoStagePolicy<P>;  // the victim is the lowest score
+    const bool may_renumber = positions == PositionMode::keep ||
+                              (positions == PositionMode::in_cache &&
+                               state.next_rope_position == plan.live_before);  // 0..live-1
+    possible = possible && one_victim && may_renumber;
+  }
+  plan.replaced = !possible;
+  if (!possible) { plan.removal = Removal::stable_pack; }
+  return true;
+}
+
+// Spare pages must be the caller's own: writable, in no table, none twice. O(entries) only where there are any.
+[[nodiscard]] inline Status check_spares(const PlanDraft& draft) noexcept {
+  const CacheView& view = draft.view;
+  const auto spares = draft.options.spare_pages;
+  if (draft.options.shared != SharedPages::copy || spares.empty()) { return Status::ok; }
+  const auto seen = draft.check_scratch;
+  std::ranges::fill(seen, std::uint64_t{0});
+  const auto word = [](PageId p) { return static_cast<std::size_t>(raw(p)) / 64; };
+  const auto bit = [](PageId p) { return std::uint64_t{1} << static_cast<unsigned>(raw(p) % 64); };
+  for (const PageId p : spares) {
+    if (raw(p) < 0 || raw(p) >= view.pages || (seen[word(p)] & bit(p)) != 0 || !view.writable(p)) {
+      return Status::bad_options;
+    }
+    seen[word(p)] |= bit(p);
+  }
+  bool in_table = false;
+  draft.for_each_table([&](SequenceId s, std::int32_t t) {
+    const LayerId l = view.first_layer(t);
+    const HeadId h = view.first_head(t);
+    const auto end = static_cast<std::int32_t>(used_entries(view, s, l, h)) + view.reserved(s, t);
+    for (std::int32_t e = draft.padding_entries(s); e < end; ++e) {
+      const PageId k = view.k_page(s, l, h, e);
+      const PageId v = view.v_page(s, l, h, e);
+      in_table = in_table || (seen[word(k)] & bit(k)) != 0 || (seen[word(v)] & bit(v)) != 0;
+    }
+  });
+  return in_table ? Status::bad_options : Status::ok;
+}
+
+/// Writes what each table is to do: whether anything goes, and by which way of removal. Entries are checked, unless nothing
+/// goes.
 ///
 /// \returns the first status that is not usable, with which nothing is planned
 template <Policy P, Executor E>
@@ -179,11 +250,16 @@ template <Policy P, Executor E>
                           const Observation& obs,
                           const PlanDraft& draft,
                           const E& executor) noexcept {
-  if constexpr (AdaptivePolicy<P>) { share(policy, obs, draft, executor); }
+  if constexpr (AdaptivePolicy<P>) {
+    if (const Status shared = share(policy, obs, draft, executor); !usable(shared)) {
+      return shared;
+    }
+  }
   const CacheView& view = draft.view;
   const PlanOptions& options = draft.options;
   const PositionMode positions = draft.header().positions;
   Status status = Status::ok;
+  bool any = false;
   draft.for_each_table([&](SequenceId s, std::int32_t t) {
     if (!usable(status)) { return; }
     const HeadRef first = draft.first_head(s, t);
@@ -198,10 +274,12 @@ template <Policy P, Executor E>
     plan.ordered_after = state.ordered;
     plan.pages_before = plan.pages_after =
         plan.live_before == 0 ? 0 : pages_for(plan.extent_before + plan.first_row, view.page_size);
+    plan.reserved_before = plan.reserved_after = view.reserved(s, t);
+    plan.positions_known = view.knows_positions(s, t);
     plan.status = demand.status;
     plan.evicts = demand.keep < plan.live_before;
-    plan.removal = options.removal == Removal::automatic ? policy.removal() : options.removal;
-    if (plan.removal == Removal::automatic) { plan.removal = Removal::stable_pack; }
+    any = any || plan.evicts;
+    const bool served = choose_removal(policy, draft, state, demand, plan);
     if (!usable(demand.status)) { status = demand.status; }
     draft.for_each_head(s, t, [&](const HeadRef& head) {
       const std::int32_t keep = demand_of(policy, obs, draft, head).keep;
@@ -210,26 +288,24 @@ template <Policy P, Executor E>
       }
     });
     if (!plan.evicts) { return; }
+    if (!served) { status = Status::bad_options; }
+    if (state.open) { status = Status::step_open; }
+    if (state.applied) { status = Status::eviction_open; }
     // What follows the window are the first rows: they must be the sinks whose keys the rerotator has.
     if (positions == PositionMode::sinks_follow &&
         demand.protection.sinks < options.rerotator->sinks()) {
       status = Status::bad_options;
-    }
-    if (plan.removal == Removal::overwrite_slot) {
-      const bool one_victim = plan.live_before - demand.keep == 1 && !hole &&
-                              !TwoStagePolicy<P>;          // the victim is the lowest score
-      const bool may_leave_hole = view.states != nullptr;  // which says which row it is
-      const bool may_renumber = positions == PositionMode::keep ||
-                                (positions == PositionMode::in_cache &&
-                                 state.next_rope_position == plan.live_before);  // 0..live-1
-      if (!one_victim || !may_leave_hole || !may_renumber) { plan.removal = Removal::stable_pack; }
     }
     if (PagePolicy<P> && plan.removal != Removal::drop_pages) { status = Status::bad_options; }
     if (plan.removal == Removal::drop_pages && (!state.ordered || hole)) {
       status = Status::rows_unordered;
     }
   });
-  return status;
+  // Whoever shares a budget was scored by its entries, so they are checked.
+  if (!AdaptivePolicy<P> && any && usable(status)) {
+    status = check_entries(view, draft.check_scratch).status;
+  }
+  return status == Status::ok && any ? check_spares(draft) : status;
 }
 
 }  // namespace kvtrim::detail::stage

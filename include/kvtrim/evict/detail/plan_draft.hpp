@@ -6,7 +6,7 @@
 // sized by the pool alone: until the tables are checked, no length is believed.
 
 #include <kvtrim/budget/adaptive.hpp>
-#include <kvtrim/cache/check_view.hpp>
+#include <kvtrim/cache/check_tables.hpp>
 #include <kvtrim/cache/head_ref.hpp>
 #include <kvtrim/core/arena.hpp>
 #include <kvtrim/core/executor.hpp>
@@ -201,6 +201,7 @@ class PlanWriter {
 struct PlanDraft {
   const CacheView& view;
   const PlanOptions& options;
+  std::span<std::uint64_t> check_scratch{};
   PlanMemory memory{};
   PlanWriter plan{};
 
@@ -209,8 +210,7 @@ struct PlanDraft {
     return {view, s, view.first_layer(t), view.first_head(t)};
   }
   [[nodiscard]] std::size_t table_index(SequenceId s, std::int32_t t) const noexcept {
-    return static_cast<std::size_t>(raw(s)) * static_cast<std::size_t>(view.tables_per_sequence()) +
-           static_cast<std::size_t>(t);
+    return static_cast<std::size_t>(view.table_index(s, t));
   }
   [[nodiscard]] std::size_t head_index(const HeadRef& h) const noexcept {
     return static_cast<std::size_t>(
@@ -250,6 +250,10 @@ struct PlanDraft {
     const HeadId h = view.first_head(t);
     return !view.writable(view.k_page(s, l, h, e)) || !view.writable(view.v_page(s, l, h, e));
   }
+  // Whether anything can tell the order of rows that are no longer in the order of their positions.
+  [[nodiscard]] bool records_order() const noexcept {
+    return view.states != nullptr && static_cast<bool>(view.positions);
+  }
   [[nodiscard]] bool rotates() const noexcept {
     return options.rerotator != nullptr && options.rerotator->rotates();
   }
@@ -273,13 +277,7 @@ struct PlanDraft {
   // Calls f(HeadRef) for the heads that a table serves.
   template <class F>
   void for_each_head(SequenceId s, std::int32_t t, F&& f) const noexcept {
-    const std::int32_t layer = raw(view.first_layer(t));
-    const std::int32_t head = raw(view.first_head(t));
-    for (std::int32_t l = layer; l < layer + view.layers_per_table(); ++l) {
-      for (std::int32_t h = head; h < head + view.heads_per_table(); ++h) {
-        f(HeadRef{view, s, LayerId{l}, HeadId{h}});
-      }
-    }
+    kvtrim::for_each_head(view, s, t, f);
   }
   // Calls f(HeadRef, scratch) for all heads, in parallel.
   template <Executor E, class F>

@@ -242,11 +242,17 @@ template <PagePolicy P>
   }
   if (overwrites ? can_overwrite(draft, s, t, any_shared, window) : !any_shared) { return false; }
   if (!overwrites && !leaves) { return false; }  // copied: the first choice stands
+  plan.replaced = plan.replaced || plan.removal != Removal::stable_pack;
   plan.removal = Removal::stable_pack;
   const auto flags = draft.entries(s, t);
   for (std::size_t e = 0; e < flags.size(); ++e) {
-    const bool fixed = leaves && draft.shared_entry(s, t, static_cast<std::int32_t>(e));
-    flags[e] = static_cast<std::uint8_t>(fixed ? RowKind::dropped : RowKind::free);
+    const auto entry = static_cast<std::int32_t>(e);
+    const bool fixed = leaves && draft.shared_entry(s, t, entry);
+    // Rows are counted from inside the page that is partly padding, so it stays, wanted or not.
+    const bool padded = entry * draft.view.page_size < plan.first_row;
+    flags[e] = static_cast<std::uint8_t>(!fixed   ? RowKind::free
+                                         : padded ? RowKind::locked
+                                                  : RowKind::dropped);
   }
   const auto want = [&](std::int32_t row) {
     std::uint8_t& flag = flags[draft.entry_of(s, row)];
