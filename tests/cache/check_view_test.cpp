@@ -20,8 +20,9 @@ constexpr std::int32_t pages = 10;
 
 // Two sequences of 6 and 9 rows in pages of 4, two layers, three heads; nothing wrong with it.
 struct Engine {
-  std::vector<std::byte> memory =
-      std::vector<std::byte>(1);  // never read: only strides are checked
+  std::vector<std::byte> memory = std::vector<std::byte>(
+      std::size_t{1}
+      << 14);  // keys, and from its middle on values; never read: only strides are checked
   std::vector<std::int32_t> ids{5, 3, -1, -1, 8, 2, 9, -1};
   std::vector<std::int32_t> lengths{6, 9};
   std::vector<std::int32_t> counts = std::vector<std::int32_t>(pages, 1);
@@ -31,7 +32,7 @@ struct Engine {
 
   Engine() {
     view.k = Plane::nhd(memory.data(), {4, 3, 8, DType::f16});
-    view.v = Plane::hnd(memory.data(), {4, 3, 6, DType::f16});
+    view.v = Plane::hnd(memory.data() + (1 << 13), {4, 3, 6, DType::f16});
     view.k.layer_stride = pages * view.k.page_stride;
     view.v.layer_stride = pages * view.v.page_stride;
     view.page_size = 4;
@@ -76,7 +77,7 @@ TEST_CASE("check_layout: a sound view passes in every scope", "[check_view]") {
   CHECK(refusal([](CacheView& v) {
           v.scope = TableScope::head;
           v.k = Plane::hnd(v.k.base, {4, 1, 8, DType::f16});
-          v.v = Plane::hnd(v.k.base, {4, 1, 6, DType::f16});
+          v.v = Plane::hnd(v.v.base, {4, 1, 6, DType::f16});
           v.k.head_stride = v.v.head_stride = 0;
         }) == "");
   CHECK(refusal([](CacheView& v) { v.sequences = 0; }) == "");

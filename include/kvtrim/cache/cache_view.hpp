@@ -20,8 +20,8 @@ namespace kvtrim {
 /// `(r + first_row) % page_size`. Rows are numbered 0..live-1, except where `Removal::overwrite_slot` has left a hole
 /// (`SequenceState::append_row`), which the next append fills.
 struct CacheView {
-  Plane k{};                             ///< keys
-  Plane v{};                             ///< values; its head_dim may differ
+  Plane k{};  ///< keys; absent only where no row ever moves
+  Plane v{};  ///< values; absent (head_dim 0), of another head_dim, or part of the keys' rows
   Plane unrotated_keys{};                ///< keys before RoPE, moved with the rows; null base: none
   std::int32_t page_size = 0;            ///< rows per page
   std::int32_t pages = 0;                ///< pages in the pool: ids are below this

@@ -4,6 +4,7 @@
 // Moving one row means moving everything that belongs to it: key, value, page planes, sequence planes. This is the only
 // place that knows the list, so nothing can be left behind.
 
+#include <kvtrim/cache/detail/parts.hpp>
 #include <kvtrim/cache/head_ref.hpp>
 #include <kvtrim/core/removal.hpp>
 
@@ -48,6 +49,12 @@ namespace detail {
          !(plane.layer_stride == 0 && raw(l) != 0);
 }
 
+// Whether values are moved on their own: not where there are none, or where they are part of the keys' rows.
+[[nodiscard]] inline KVTRIM_HOST_DEVICE bool moves_values(const CacheView& view,
+                                                          LayerId l) noexcept {
+  return view.v && !values_in_keys(view, l);
+}
+
 // Calls f(plane) for every sequence plane of the view.
 template <class F>
 void for_each_sequence_plane(const CacheView& view, F&& f) noexcept {
@@ -58,11 +65,12 @@ void for_each_sequence_plane(const CacheView& view, F&& f) noexcept {
 }  // namespace detail
 
 /// Bytes that moving one row of (layer, KV head) writes to pages: key, value, page planes.
-[[nodiscard]] KVTRIM_HOST_DEVICE constexpr std::int64_t moved_row_bytes(const CacheView& view,
-                                                                        LayerId l,
-                                                                        HeadId h) noexcept {
-  std::int64_t bytes = view.k.row_bytes() + view.v.row_bytes();
-  if (view.unrotated_keys.base != nullptr) { bytes += view.unrotated_keys.row_bytes(); }
+[[nodiscard]] inline KVTRIM_HOST_DEVICE std::int64_t moved_row_bytes(const CacheView& view,
+                                                                     LayerId l,
+                                                                     HeadId h) noexcept {
+  std::int64_t bytes = view.k ? view.k.row_bytes() : 0;
+  if (detail::moves_values(view, l)) { bytes += view.v.row_bytes(); }
+  if (view.unrotated_keys) { bytes += view.unrotated_keys.row_bytes(); }
   for (std::int32_t i = 0; i < view.page_plane_count; ++i) {
     if (detail::moves_with(view, view.page_planes[i], l, h)) {
       bytes += view.page_planes[i].row_bytes;
@@ -74,13 +82,12 @@ void for_each_sequence_plane(const CacheView& view, F&& f) noexcept {
 /// Copies everything that pages hold of one row of one KV head to another place.
 inline void move_page_data(const HeadRef& head, RowPlace from, RowPlace to) noexcept {
   const auto& [view, s, l, h] = head;
-  copy_row(view.k, view.k.row(l, from.k_page, h, from.slot), view.k.row(l, to.k_page, h, to.slot));
-  copy_row(view.v, view.v.row(l, from.v_page, h, from.slot), view.v.row(l, to.v_page, h, to.slot));
-  if (view.unrotated_keys.base != nullptr) {
-    copy_row(view.unrotated_keys,
-             view.unrotated_keys.row(l, from.k_page, h, from.slot),
-             view.unrotated_keys.row(l, to.k_page, h, to.slot));
-  }
+  const auto copy = [&](const Plane& plane, PageId source, PageId target) {
+    copy_row(plane, plane.row(l, source, h, from.slot), plane.row(l, target, h, to.slot));
+  };
+  if (view.k) { copy(view.k, from.k_page, to.k_page); }
+  if (detail::moves_values(view, l)) { copy(view.v, from.v_page, to.v_page); }
+  if (view.unrotated_keys) { copy(view.unrotated_keys, from.k_page, to.k_page); }
   for (std::int32_t i = 0; i < view.page_plane_count; ++i) {
     const PagePlane& plane = view.page_planes[i];
     if (!detail::moves_with(view, plane, l, h)) { continue; }

@@ -41,6 +41,11 @@ struct Plane {
   DType dtype = DType::f32;         ///< element type
   std::int32_t opaque_row_bytes = 0;  ///< bytes of a row when `dtype` is `opaque`
 
+  /// Whether the plane is there.
+  [[nodiscard]] KVTRIM_HOST_DEVICE constexpr explicit operator bool() const noexcept {
+    return base != nullptr || layer_bases != nullptr;
+  }
+
   /// First byte of a row: one token of one KV head.
   [[nodiscard]] KVTRIM_HOST_DEVICE std::byte* row(LayerId l,
                                                   PageId p,
@@ -130,6 +135,11 @@ struct Plane {
     return p;
   }
 };
+
+/// Whether the plane is there and its elements can be read as floats.
+[[nodiscard]] KVTRIM_HOST_DEVICE constexpr bool readable(const Plane& plane) noexcept {
+  return plane && readable(plane.dtype);
+}
 
 /// Reads row `from` of `plane` as floats.
 ///

@@ -72,6 +72,7 @@ class Rerotator {
           rope.offset + rope.dim,
           view.k.head_dim);
     }
+    check_values_stay(view, rope);
     const auto expected = static_cast<std::size_t>(rope.dim / 2) *
                           static_cast<std::size_t>(rope.same_for_all_layers ? 1 : view.layers);
     if (rope.inverse_frequencies.size() != expected) {
@@ -82,7 +83,7 @@ class Rerotator {
           view.layers,
           rope.dim / 2);
     }
-    source_ = mode == PositionMode::in_cache && view.unrotated_keys.base != nullptr;
+    source_ = mode == PositionMode::in_cache && static_cast<bool>(view.unrotated_keys);
     if (!readable(view.k.dtype)) {
       throw_invalid_argument(
           "kvtrim::Rerotator: keys of dtype {} cannot be rotated; use PositionMode::keep",
@@ -172,6 +173,25 @@ class Rerotator {
     if (view.k.head_dim > max_head_dim) {
       throw_invalid_argument(
           "kvtrim::Rerotator: head_dim {} is above {}", view.k.head_dim, max_head_dim);
+    }
+  }
+
+  // Values that are part of a key must not turn with it.
+  static void check_values_stay(const CacheView& view, const Rope& rope) {
+    for (std::int32_t l = 0; l < view.layers; ++l) {
+      if (!detail::values_in_keys(view, LayerId{l})) { continue; }
+      const std::int64_t first = detail::value_offset(view, LayerId{l});
+      const std::int64_t element = element_bytes(view.k.dtype);
+      if (rope.offset * element < first + view.v.row_bytes() &&
+          first < (rope.offset + rope.dim) * element) {
+        throw_invalid_argument(
+            "kvtrim::Rerotator: rotary range [{}, {}) of the keys holds values: bytes {} to {} of "
+            "each row",
+            rope.offset,
+            rope.offset + rope.dim,
+            first,
+            first + view.v.row_bytes());
+      }
     }
   }
 

@@ -89,7 +89,7 @@ class ExpectedAttentionScorer {
                          static_cast<std::int64_t>(rope.inverse_frequencies.size()) >= frequencies;
     const bool fits = q && q.dim == view.k.head_dim && q.layers >= view.layers &&
                       q.query_heads >= view.kv_heads && q.query_heads % view.kv_heads == 0;
-    const bool read = readable(view.k.dtype) && (!params_.value_norm || readable(view.v.dtype));
+    const bool read = readable(view.k) && (!params_.value_norm || readable(view.v));
     return rotates && fits && read ? Status::ok : Status::bad_observation;
   }
 

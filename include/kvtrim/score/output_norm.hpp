@@ -54,7 +54,7 @@ class OutputNormFactor {
                       w.value_dim == view.v.head_dim && w.hidden >= 1 &&
                       (obs.queries.data == nullptr || obs.queries.query_heads == w.query_heads) &&
                       (view.layers == 1 || w.layer_stride == 0 || w.layer_stride >= layer);
-    return fits && readable(view.v.dtype) ? Status::ok : Status::bad_observation;
+    return fits && readable(view.v) ? Status::ok : Status::bad_observation;
   }
 
   /// Writes the score of each live row; a hole's is 0.

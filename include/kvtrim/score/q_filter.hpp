@@ -38,7 +38,7 @@ class QFilterScorer : public detail::RowByRow<QFilterScorer> {
   /// `bad_observation` without filters, if the filters' dim is not that of the keys, or if the keys are not readable.
   [[nodiscard]] Status check(const CacheView& view, const Observation& obs) const noexcept {
     const bool fits = obs.filters && obs.filters.dim == view.k.head_dim;
-    return fits && readable(view.k.dtype) ? Status::ok : Status::bad_observation;
+    return fits && readable(view.k) ? Status::ok : Status::bad_observation;
   }
 
   /// Writes the score of each live row from `first` on, as many as `out` has elements; a hole's is 0.

@@ -19,7 +19,16 @@
 
 namespace kvtrim::test {
 
-enum class WorldLayout { nhd, hnd, packed, legacy, layer_bases };
+enum class WorldLayout {
+  nhd,
+  hnd,
+  packed,
+  legacy,
+  layer_bases,
+  latent,        // values are the first features of the keys
+  latent_bases,  // the same, layer by layer
+  keys_only,
+};
 
 struct WorldShape {
   WorldLayout layout = WorldLayout::nhd;
@@ -139,8 +148,10 @@ class World {
       }
     }
     host_.page_planes.resize(shape.scales ? 1 : 0);
-    host_.layer_bases.resize(
-        shape.layout == WorldLayout::layer_bases ? static_cast<std::size_t>(2 * shape.layers) : 0);
+    host_.layer_bases.resize(shape.layout == WorldLayout::layer_bases ||
+                                     shape.layout == WorldLayout::latent_bases
+                                 ? static_cast<std::size_t>(2 * shape.layers)
+                                 : 0);
     device_ = std::make_unique<Device>(*this);
     fill_pointers(host_, host_.pool.data(), host_.scales.data());
     WorldArrays<HostArray> pointers;
@@ -256,6 +267,15 @@ class World {
         v.k = Plane::vllm_packed_keys(pool, k);
         v.v = Plane::transposed(pool + half(), values);
         break;
+      case WorldLayout::latent:
+      case WorldLayout::latent_bases:
+        v.k = Plane::nhd(pool, k);
+        v.v = v.k;
+        v.v.head_dim = shape_.v_dim;
+        break;
+      case WorldLayout::keys_only:
+        v.k = Plane::nhd(pool, k);
+        break;
       case WorldLayout::packed: {
         v.k = Plane::nhd(pool, k);
         const std::int64_t row =
@@ -274,6 +294,9 @@ class World {
     if (shape_.layout == WorldLayout::layer_bases) {
       v.k.layer_bases = a.layer_bases.data();
       v.v.layer_bases = a.layer_bases.data() + shape_.layers;
+    }
+    if (shape_.layout == WorldLayout::latent_bases) {
+      v.k.layer_bases = v.v.layer_bases = a.layer_bases.data();
     }
     const std::int32_t tables = v.tables_per_sequence();
     v.table.ids = a.ids.data();

@@ -185,6 +185,48 @@ TEST_CASE("cuda::plan: ready-made scores, in every layout", "[cuda][parity]") {
   same(world, kvtrim::test::ByScore{11, {2, 4}, Removal::stable_pack}, removal, true);
 }
 
+TEST_CASE("C08 cuda::plan: values that are part of the keys move once, and none at all are none",
+          "[cuda][parity][fault]") {
+  WorldShape shape;
+  shape.layout = GENERATE(WorldLayout::latent, WorldLayout::latent_bases, WorldLayout::keys_only);
+  shape.v_dim = GENERATE(8, 7);
+  shape.scales = true;
+  const Removal removal =
+      GENERATE(Removal::stable_pack, Removal::fill_holes, Removal::overwrite_slot);
+  CAPTURE(static_cast<int>(shape.layout), shape.v_dim, static_cast<int>(removal));
+  World world(shape);
+  same(world,
+       kvtrim::test::ByScore{
+           removal == Removal::overwrite_slot ? 31 : 11, {2, 4}, Removal::stable_pack},
+       removal,
+       true);
+}
+
+TEST_CASE("C08 cuda::plan: keys and values that overlap, or no keys, are refused before any launch",
+          "[cuda][fault]") {
+  WorldShape shape;
+  shape.layout = WorldLayout::latent;
+  shape.v_dim = 8;
+  World world(shape);
+  const HeavyHitter policy({.heavy = 4, .recent = 2});
+  DeviceSide side(world, policy);
+  const CacheView sound = world.device_view();
+  ok(cuda::plan(policy, sound, {}, side.workspace, nullptr));
+  const auto refused = [&](auto&& change) {
+    CacheView view = sound;
+    change(view);
+    return cuda::plan(policy, view, {}, side.workspace, nullptr) == cudaErrorInvalidValue &&
+           cuda::apply(side.workspace, view, nullptr) == cudaErrorInvalidValue;
+  };
+  CHECK(refused([](CacheView& v) { v.v.base += 20; }));  // two features are beyond the row
+  CHECK(refused([](CacheView& v) { v.v.layer_stride *= 2; }));
+  CHECK(refused([](CacheView& v) { v.unrotated_keys = v.k; }));
+  CHECK(refused([](CacheView& v) { v.k.page_stride -= 2, v.v.page_stride -= 2; }));
+  CHECK(refused([](CacheView& v) { v.k = v.v = {}; }));
+  ok(kvtrim::test::finish());
+  CHECK(world.difference() == "");
+}
+
 TEST_CASE("cuda::plan: rows of any size, aligned or not", "[cuda][parity]") {
   WorldShape shape;
   const int which = GENERATE(0, 1, 2, 3, 4);

@@ -15,6 +15,7 @@
 #include <kvtrim/cache/move.hpp>
 #include <kvtrim/core/removal.hpp>
 #include <kvtrim/cuda/detail/device.hpp>
+#include <kvtrim/cuda/evict/detail/layout.cuh>
 #include <kvtrim/cuda/evict/detail/row_plane.cuh>
 #include <kvtrim/cuda/evict/device_plan.cuh>
 #include <kvtrim/cuda/evict/device_scorer.cuh>
@@ -855,7 +856,7 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(table_threads)
          view.kv_heads >= 1 && view.page_size == shape.page_size && view.page_size >= 1 &&
          view.pages <= shape.pages && shape.max_rows >= 1 && view.table.ids != nullptr &&
          (view.lengths != nullptr || view.last_page_len != nullptr || view.states != nullptr) &&
-         row_planes(view).count > 0;
+         row_planes(view).count > 0 && planes_fit(view);
 }
 
 /// Bytes that the layer bases must be multiples of.
@@ -887,8 +888,8 @@ template <Policy P>
 /// \param obs        what the policy's scorer needs, budgets, or ready-made scores; on the device
 /// \param workspace  where the plan will lie: `device_plan(workspace)`
 /// \param options    way of removal; spare pages of an out-of-place plan
-/// \returns `cudaErrorInvalidValue` before any launch for a misaligned plane, a view that does not fit the shape, a missing
-///   input or a workspace that is too small; otherwise the launches' status. What lies on the device (ids, lengths,
+/// \returns `cudaErrorInvalidValue` before any launch for a misaligned plane, planes that overlap, a view without keys or one
+///   that does not fit the shape, a missing input or a workspace that is too small; otherwise the launches' status. What lies on the device (ids, lengths,
 ///   budgets) is checked there: a fault is reported in `DeviceReport::status`, and `apply` then writes nothing
 /// \par Ties
 /// the lower position is kept. NaN is the lowest class, counted in the report
