@@ -8,16 +8,20 @@
 #include <kvtrim/cache/detail/parts.hpp>
 #include <kvtrim/core/error.hpp>
 
+#include <algorithm>
 #include <cstdint>
+#include <string>
 #include <string_view>
 
 namespace kvtrim {
 
 namespace detail {
 
-[[nodiscard]] constexpr std::string_view name_of_part(std::int32_t i) noexcept {
-  constexpr std::string_view names[]{"keys", "values", "unrotated keys"};
-  return names[i];
+[[nodiscard]] inline std::string name_of_part(std::int32_t i) {
+  return i == 0   ? "keys"
+         : i == 1 ? "values"
+         : i == 2 ? "unrotated keys"
+                  : "page plane " + std::to_string(i - first_page_plane);
 }
 
 // Each stride must step over everything that the smaller ones reach.
@@ -66,51 +70,148 @@ inline void check_presence(const CacheView& view) {
 
 // Whether heads and layers that share a table have elements of their own.
 inline void check_strides(const CacheView& view) {
-  if (view.scope != TableScope::head && view.kv_heads > 1 &&
-      ((view.k && view.k.head_stride == 0) || (view.v && view.v.head_stride == 0))) {
-    throw_invalid_argument(
-        "kvtrim::CacheView: {} KV heads share a table, so they need a head stride", view.kv_heads);
+  for (std::int32_t i = 0; i < first_page_plane; ++i) {
+    const Plane p = plane_of(view, i);
+    if (p && view.scope != TableScope::head && view.kv_heads > 1 && p.head_stride == 0) {
+      throw_invalid_argument(
+          "kvtrim::CacheView: {} KV heads share a table, so they need a head stride, but {} have "
+          "none",
+          view.kv_heads,
+          name_of_part(i));
+    }
+    if (p && view.scope == TableScope::group && view.layers > 1 && !has_own_layers(p)) {
+      throw_invalid_argument(
+          "kvtrim::CacheView: {} layers share a table, so they need a layer stride, but {} have "
+          "none",
+          view.layers,
+          name_of_part(i));
+    }
   }
-  const auto one_layer = [](const Plane& p) {
-    return p && p.layer_stride == 0 && p.layer_bases == nullptr;
+}
+
+// Whether pages of the same number, where the keys keep them apart, are other memory in all planes.
+inline void check_pools(const CacheView& view) {
+  if (has_own_heads(view) && view.layers > 1 && !has_own_layers(view.k)) {
+    throw_invalid_argument(
+        "kvtrim::CacheView: KV heads have pages of their own (head stride of {} bytes), so {} "
+        "layers need a layer stride; where all take pages from one pool, the head stride is 0",
+        view.k.head_stride,
+        view.layers);
+  }
+  const auto check = [&](std::int32_t i, std::int64_t layer_stride, std::int64_t head_stride) {
+    if (follows_pools(view, layer_stride != 0, head_stride != 0)) { return; }
+    throw_invalid_argument(
+        "kvtrim::CacheView: {} have a layer stride of {} and a head stride of {} bytes, the keys "
+        "{} and {}: pages that are other memory there would be the same here",
+        name_of_part(i),
+        layer_stride,
+        head_stride,
+        view.k.layer_stride,
+        view.k.head_stride);
   };
-  if (view.scope == TableScope::group && view.layers > 1 &&
-      (one_layer(view.k) || one_layer(view.v))) {
-    throw_invalid_argument(
-        "kvtrim::CacheView: {} layers share a table, so they need a layer stride", view.layers);
+  const auto layer_stride = [](const Plane& p) {
+    return has_own_layers(p) ? std::max<std::int64_t>(1, p.layer_stride) : 0;
+  };
+  if (view.v) { check(1, layer_stride(view.v), view.v.head_stride); }
+  if (view.unrotated_keys) {
+    check(2, layer_stride(view.unrotated_keys), view.unrotated_keys.head_stride);
+  }
+  for (std::int32_t i = 0; i < view.page_plane_count; ++i) {
+    const PagePlane& p = view.page_planes[i];
+    if (!is_constant(p)) { check(first_page_plane + i, p.layer_stride, p.head_stride); }
   }
 }
 
-// Whether the values are part of the keys in all layers.
-[[nodiscard]] inline bool values_in_keys(const CacheView& view) noexcept {
-  bool all = true;
-  for (std::int32_t l = 0; l < view.layers; ++l) { all = all && values_in_keys(view, LayerId{l}); }
-  return all;
+inline void check_page_planes(const CacheView& view) {
+  for (std::int32_t i = 0; i < view.page_plane_count; ++i) {
+    const PagePlane& p = view.page_planes[i];
+    const std::string name = name_of_part(first_page_plane + i);
+    if (p.base == nullptr || p.row_bytes < 1) {
+      throw_invalid_argument("kvtrim::CacheView: {} of {} bytes a row{}",
+                             name,
+                             p.row_bytes,
+                             p.base == nullptr ? " is null" : "");
+    }
+    check_region(name, region_of(view, p));
+  }
 }
 
-// Whether any byte belongs to two planes.
+inline void check_sequence_planes(const CacheView& view) {
+  constexpr std::int32_t named = 4;
+  const auto plane = [&](std::int32_t i) {
+    const SequencePlane* const own[]{
+        &view.positions, &view.rope_positions, &view.score_sums, &view.score_compensations};
+    return i < named ? *own[i] : view.more_planes[i - named];
+  };
+  const auto name = [](std::int32_t i) {
+    constexpr const char* names[]{
+        "positions", "rope positions", "score sums", "score compensations"};
+    return i < named ? names[i] : "sequence plane " + std::to_string(i - named);
+  };
+  for (std::int32_t i = 0; i < named + view.more_plane_count; ++i) {
+    const SequencePlane p = plane(i);
+    if (!p) { continue; }
+    if (p.element_bytes < 1 || (i < named && p.element_bytes != 4)) {
+      throw_invalid_argument(
+          "kvtrim::CacheView: {} have elements of {} bytes", name(i), p.element_bytes);
+    }
+    check_region(name(i), region_of(view, p));
+    for (std::int32_t j = 0; j < i; ++j) {
+      const SequencePlane q = plane(j);
+      const std::int64_t delta = address_of(p.base) - address_of(q.base);
+      if (!q || apart(region_of(view, q), region_of(view, p), delta)) { continue; }
+      throw_invalid_argument("kvtrim::CacheView: {} and {} overlap: they begin {} bytes apart",
+                             name(j),
+                             name(i),
+                             delta);
+    }
+  }
+}
+
+// Base `l` of plane `i` and base `m` of plane `j`.
+inline void check_pair(
+    const CacheView& view, std::int32_t i, std::int32_t l, std::int32_t j, std::int32_t m) {
+  Region a{};
+  Region b{};
+  fill_part(a, view, i);
+  fill_part(b, view, j);
+  const std::int64_t delta = base_of(view, j, m) - base_of(view, i, l);
+  if (is_contained(view, i, l, j, m) || apart(a, b, delta)) { return; }
+  if (i == j) {
+    throw_invalid_argument(
+        "kvtrim::CacheView: {} of layers {} and {} overlap: their bases are {} bytes apart, a "
+        "layer reaches over {}; a layer that uses another one's rows owns none and is no layer of "
+        "the view",
+        name_of_part(i),
+        l,
+        m,
+        delta,
+        a.reach(0));
+  }
+  const auto of_layer = [&](std::int32_t part, std::int32_t layer) {
+    return bases_of(view, part) > 1 ? " of layer " + std::to_string(layer) : std::string();
+  };
+  throw_invalid_argument(
+      "kvtrim::CacheView: {}{} and {}{} overlap: the latter begin {} bytes behind the former, "
+      "which reach over {} bytes",
+      name_of_part(i),
+      of_layer(i, l),
+      name_of_part(j),
+      of_layer(j, m),
+      delta,
+      a.reach(0));
+}
+
+// Whether any byte belongs to two planes, or to two layers of one.
 inline void check_sharing(const CacheView& view) {
-  const bool contained = values_in_keys(view);
-  const auto check_pair = [&](std::int32_t i, std::int32_t j) {
-    const Part a = part(view, i);
-    const Part b = part(view, j);
-    if (a.base == nullptr || b.base == nullptr) { return; }
-    // K's and V's ids name different pages of one pool.
-    if (view.table.v_offset != 0 && a.of_values != b.of_values) { return; }
-    if (apart(a.region, b.region, address_of(b.base) - address_of(a.base))) { return; }
-    throw_invalid_argument(
-        "kvtrim::CacheView: {} and {} overlap: the {} begin {} bytes behind the {}, which reach "
-        "over {} bytes",
-        name_of_part(i),
-        name_of_part(j),
-        name_of_part(j),
-        address_of(b.base) - address_of(a.base),
-        name_of_part(i),
-        a.region.reach(0));
-  };
   for (std::int32_t i = 0; i < parts_of(view); ++i) {
-    for (std::int32_t j = i + 1; j < parts_of(view); ++j) {
-      if (!(i == 0 && j == 1 && contained)) { check_pair(i, j); }
+    for (std::int32_t j = i; j < parts_of(view); ++j) {
+      if (!share_pages(view, i, j)) { continue; }
+      for (std::int32_t l = 0; l < bases_of(view, i); ++l) {
+        for (std::int32_t m = i == j ? l + 1 : 0; m < bases_of(view, j); ++m) {
+          check_pair(view, i, l, j, m);
+        }
+      }
     }
   }
 }
@@ -123,10 +224,15 @@ inline void check_sharing(const CacheView& view) {
 /// A cache without values (`v` null, of head_dim 0) is one, and so is a view without keys and values: rows are then chosen by
 /// scores that are given, and pages dropped. Values may be part of the keys' rows.
 ///
-/// \throws std::invalid_argument if an extent is below 1, a base is null, elements overlap, or a layer of one table
-///   has no stride of its own (the message gives the numbers)
+/// Layers that use another layer's keys and values (Gemma 3n: the last 15 of 35 layers read rows that layers 18 and 19 wrote)
+/// own no memory and are no layers of the view: `layers` is 20, and `layer_bases` names the 20 owners. What the sharing
+/// layers show (their queries, their probabilities) is recorded under the owner, as further query heads or accumulated;
+/// eviction from the owner is then eviction for all of its users.
+///
+/// \throws std::invalid_argument if an extent is below 1, a base is null, elements, planes or layers overlap, or a layer or
+///   head lacks a stride that its table, or the keys, call for (the message gives the numbers)
 /// \par Complexity
-/// O(planes^2)
+/// O((planes * layers)^2) with `layer_bases`, O(planes^2) without
 inline void check_layout(const CacheView& view) {
   if (view.page_size < 1 || view.kv_heads < 1 || view.layers < 1 || view.sequences < 0 ||
       view.pages < 0) {
@@ -141,9 +247,12 @@ inline void check_layout(const CacheView& view) {
   }
   detail::check_presence(view);
   detail::check_strides(view);
+  detail::check_pools(view);
   if (view.k) { detail::check_plane(view, view.k, "keys"); }
   if (view.v) { detail::check_plane(view, view.v, "values"); }
   if (view.unrotated_keys) { detail::check_plane(view, view.unrotated_keys, "unrotated keys"); }
+  detail::check_page_planes(view);
+  detail::check_sequence_planes(view);
   detail::check_sharing(view);
 }
 

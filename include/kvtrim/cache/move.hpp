@@ -50,8 +50,8 @@ namespace detail {
 }
 
 // Whether values are moved on their own: not where there are none, or where they are part of the keys' rows.
-[[nodiscard]] inline KVTRIM_HOST_DEVICE bool moves_values(const CacheView& view,
-                                                          LayerId l) noexcept {
+[[nodiscard]] KVTRIM_HOST_DEVICE constexpr bool moves_values(const CacheView& view,
+                                                             LayerId l) noexcept {
   return view.v && !values_in_keys(view, l);
 }
 
@@ -65,9 +65,9 @@ void for_each_sequence_plane(const CacheView& view, F&& f) noexcept {
 }  // namespace detail
 
 /// Bytes that moving one row of (layer, KV head) writes to pages: key, value, page planes.
-[[nodiscard]] inline KVTRIM_HOST_DEVICE std::int64_t moved_row_bytes(const CacheView& view,
-                                                                     LayerId l,
-                                                                     HeadId h) noexcept {
+[[nodiscard]] KVTRIM_HOST_DEVICE constexpr std::int64_t moved_row_bytes(const CacheView& view,
+                                                                        LayerId l,
+                                                                        HeadId h) noexcept {
   std::int64_t bytes = view.k ? view.k.row_bytes() : 0;
   if (detail::moves_values(view, l)) { bytes += view.v.row_bytes(); }
   if (view.unrotated_keys) { bytes += view.unrotated_keys.row_bytes(); }

@@ -47,10 +47,10 @@ struct Plane {
   }
 
   /// First byte of a row: one token of one KV head.
-  [[nodiscard]] KVTRIM_HOST_DEVICE std::byte* row(LayerId l,
-                                                  PageId p,
-                                                  HeadId h,
-                                                  Slot s) const noexcept {
+  [[nodiscard]] KVTRIM_HOST_DEVICE constexpr std::byte* row(LayerId l,
+                                                            PageId p,
+                                                            HeadId h,
+                                                            Slot s) const noexcept {
     std::byte* layer = layer_bases != nullptr ? layer_bases[raw(l)] : base + raw(l) * layer_stride;
     return layer + raw(p) * page_stride + raw(h) * head_stride + raw(s) * token_stride;
   }
@@ -192,10 +192,10 @@ struct PagePlane {
   bool of_values = false;        ///< follows the V page ids where K and V have their own
 
   /// First byte of a row's data.
-  [[nodiscard]] KVTRIM_HOST_DEVICE std::byte* row(LayerId l,
-                                                  PageId p,
-                                                  HeadId h,
-                                                  Slot s) const noexcept {
+  [[nodiscard]] KVTRIM_HOST_DEVICE constexpr std::byte* row(LayerId l,
+                                                            PageId p,
+                                                            HeadId h,
+                                                            Slot s) const noexcept {
     return base + raw(l) * layer_stride + raw(p) * page_stride + raw(h) * head_stride +
            raw(s) * token_stride;
   }

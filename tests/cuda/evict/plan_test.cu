@@ -227,6 +227,80 @@ TEST_CASE("C08 cuda::plan: keys and values that overlap, or no keys, are refused
   CHECK(world.difference() == "");
 }
 
+TEST_CASE("C09 cuda::plan: what the host refuses of a layout, the device refuses before it moves",
+          "[cuda][fault]") {
+  WorldShape shape;
+  shape.layout = GENERATE(WorldLayout::nhd, WorldLayout::layer_bases);
+  shape.scales = true;
+  shape.layers = 3;
+  World world(shape);
+  const HeavyHitter policy({.heavy = 4, .recent = 2});
+  DeviceSide side(world, policy);
+  const CacheView sound = world.device_view();
+  const bool by_bases = shape.layout == WorldLayout::layer_bases;
+  const auto refused_at_once = [&](auto&& change) {
+    CacheView view = sound;
+    change(view);
+    return cuda::plan(policy, view, {}, side.workspace, nullptr) == cudaErrorInvalidValue;
+  };
+  CHECK(refused_at_once(
+      [](CacheView& v) { v.unrotated_keys = v.k, v.unrotated_keys.head_stride = 0; }));
+  CHECK(refused_at_once([](CacheView& v) { v.rope_positions = v.positions; }));
+  CHECK(refused_at_once([](CacheView& v) { v.positions.sequence_stride = 0; }));
+  CHECK(refused_at_once([](CacheView& v) { v.score_sums.row_stride = 2; }));
+  CHECK(refused_at_once([](CacheView& v) { v.score_sums.element_bytes = 8; }));
+  if (!by_bases) {
+    CHECK(refused_at_once([](CacheView& v) { v.v.layer_stride = 0; }));
+    CHECK(refused_at_once([](CacheView& v) { v.k.page_stride /= 2; }));
+  }
+  // What lies on the device.
+  const auto status = [&](auto&& change, std::vector<SequencePlane> more = {}) {
+    auto planes = world.device().page_planes.download();
+    auto bases = world.device().layer_bases.download();
+    const auto sound_planes = planes;
+    const auto sound_bases = bases;
+    change(planes[0], bases);
+    world.device().page_planes.upload(planes);
+    world.device().layer_bases.upload(bases);
+    CacheView view = sound;
+    const DeviceBuffer<SequencePlane> device_more(more, "more planes");
+    view.more_planes = device_more.data();
+    view.more_plane_count = static_cast<std::int32_t>(more.size());
+    ok(cuda::plan(policy, view, {}, side.workspace, nullptr));
+    const Status found = side.report().status;
+    if (found != Status::ok) { ok(cuda::apply(side.workspace, view, nullptr)); }
+    ok(kvtrim::test::finish());
+    world.device().page_planes.upload(sound_planes);
+    world.device().layer_bases.upload(sound_bases);
+    return to_string(found);
+  };
+  using Bases = std::vector<std::byte*>;
+  CHECK(status([](PagePlane&, Bases&) {}) == "ok");
+  CHECK(status([](PagePlane& p, Bases&) { p.head_stride = 5; }) == "bad_observation");
+  CHECK(status([](PagePlane& p, Bases&) { p.row_bytes = 0; }) == "bad_observation");
+  CHECK(status([](PagePlane& p, Bases&) { p.page_stride -= 1; }) == "bad_observation");
+  CHECK(status([](PagePlane& p, Bases&) { p.base = nullptr; }) == "bad_observation");
+  CHECK(status([&](PagePlane& p, Bases&) { p.base = world.device().pool.data(); }) ==
+        "bad_observation");
+  SequencePlane more = sound.score_sums;
+  CHECK(status([](PagePlane&, Bases&) {}, {more}) == "bad_observation");
+  DeviceBuffer<float> memory(world.host().sums.size(), "more sums");
+  more.base = reinterpret_cast<std::byte*>(memory.data());
+  CHECK(status([](PagePlane&, Bases&) {}, {more}) == "ok");
+  CHECK(status([](PagePlane&, Bases&) {}, {more, more}) == "bad_observation");
+  more.row_stride = 0;
+  CHECK(status([](PagePlane&, Bases&) {}, {more}) == "bad_observation");
+  if (by_bases) {
+    CHECK(status([](PagePlane&, Bases& b) { b[2] = b[0]; }) == "bad_observation");  // keys
+    CHECK(status([](PagePlane&, Bases& b) { b[5] = b[3]; }) == "bad_observation");  // values
+    CHECK(status([](PagePlane&, Bases& b) { b[4] = b[2]; }) == "bad_observation");  // both
+    CHECK(status([](PagePlane&, Bases& b) { b[1] += 16; }) == "bad_observation");
+    CHECK(status([](PagePlane&, Bases& b) { b[3] = b[0], b[4] = b[1], b[5] = b[2]; }) ==
+          "bad_observation");  // values are the keys, by an array of their own
+  }
+  CHECK(world.difference() == "");
+}
+
 TEST_CASE("cuda::plan: rows of any size, aligned or not", "[cuda][parity]") {
   WorldShape shape;
   const int which = GENERATE(0, 1, 2, 3, 4);

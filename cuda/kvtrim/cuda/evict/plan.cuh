@@ -3,7 +3,7 @@
 
 // The host's `plan`, on the device: the specification is kvtrim::plan. Equal scores give equal kept rows, bit for bit.
 //
-// Kernels in order: clear, check (what the tables say is never trusted), open (the policy's demand), the scorer's, the
+// Kernels in order: clear, check (what the tables say is never trusted), layout (where planes lie on the device), open (the policy's demand), the scorer's, the
 // selection's, close (pages, moves and costs of a table), finish (totals), lists (released ids, spare pages). Each returns at
 // once if a fault was found or nothing goes. Paths depend on bounds alone, so all of it can be captured into a graph.
 //
@@ -856,7 +856,7 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(table_threads)
          view.kv_heads >= 1 && view.page_size == shape.page_size && view.page_size >= 1 &&
          view.pages <= shape.pages && shape.max_rows >= 1 && view.table.ids != nullptr &&
          (view.lengths != nullptr || view.last_page_len != nullptr || view.states != nullptr) &&
-         row_planes(view).count > 0 && planes_fit(view);
+         row_planes(view).count > 0 && layout_fits(view);
 }
 
 /// Bytes that the layer bases must be multiples of.
@@ -888,9 +888,10 @@ template <Policy P>
 /// \param obs        what the policy's scorer needs, budgets, or ready-made scores; on the device
 /// \param workspace  where the plan will lie: `device_plan(workspace)`
 /// \param options    way of removal; spare pages of an out-of-place plan
-/// \returns `cudaErrorInvalidValue` before any launch for a misaligned plane, planes that overlap, a view without keys or one
-///   that does not fit the shape, a missing input or a workspace that is too small; otherwise the launches' status. What lies on the device (ids, lengths,
-///   budgets) is checked there: a fault is reported in `DeviceReport::status`, and `apply` then writes nothing
+/// \returns `cudaErrorInvalidValue` before any launch for a misaligned plane, planes that overlap or lack a stride, a view
+///   without keys or one that does not fit the shape, a missing input or a workspace that is too small; otherwise the
+///   launches' status. What lies on the device (ids, lengths, budgets, layer bases, arrays of planes) is checked there: a
+///   fault is reported in `DeviceReport::status`, and `apply` then writes nothing
 /// \par Ties
 /// the lower position is kept. NaN is the lowest class, counted in the report
 /// \par Complexity
@@ -944,6 +945,8 @@ template <Policy P>
              made);
   if (e != cudaSuccess) { return e; }
   e = launch(check_kernel<>, tables, threads, 0, stream, view, made, layer_base_unit(view), false);
+  if (e != cudaSuccess) { return e; }
+  e = check_device_layout(view, made, stream);
   if (e != cudaSuccess) { return e; }
   e = launch(open_kernel<P>,
              dim3(bounded_grid(made.heads() / table_threads + 1)),

@@ -13,23 +13,28 @@
 
 namespace kvtrim::detail {
 
-enum class AxisName : std::uint8_t { feature, pack, token, head, page, layer, row, sequence };
+enum class AxisName : std::int64_t { feature, pack, token, head, page, layer, row, sequence };
 
 [[nodiscard]] constexpr std::string_view to_string(AxisName n) noexcept {
   return enumerator_name(n,
                          {"feature", "pack", "token", "head", "page", "layer", "row", "sequence"});
 }
 
+// Without padding: a copy in shared memory reads no byte that was not written.
 struct Axis {
-  std::int64_t stride = 0;
-  std::int64_t extent = 1;
-  AxisName name = AxisName::feature;
+  std::int64_t stride;
+  std::int64_t extent;
+  AxisName name;
 };
 
-// Elements of `bytes` bytes at all multiples of the strides: axes with more than one element, by descending stride.
+// Elements of `bytes` bytes at all multiples of the strides: axes with more than one element, by descending stride. Trivial,
+// so that a kernel can keep one in shared memory; `clear` comes first, `close` last.
 class Region {
  public:
-  KVTRIM_HOST_DEVICE constexpr explicit Region(std::int64_t bytes = 0) noexcept : bytes_(bytes) {}
+  KVTRIM_HOST_DEVICE constexpr void clear(std::int64_t bytes) noexcept {
+    count_ = 0;
+    bytes_ = bytes;
+  }
 
   KVTRIM_HOST_DEVICE constexpr void add(AxisName name,
                                         std::int64_t stride,
@@ -40,13 +45,17 @@ class Region {
     axes_[i] = {stride, extent, name};
   }
 
+  // The last call: no axis is added any more.
+  KVTRIM_HOST_DEVICE constexpr void close() noexcept {
+    reach_[count_] = bytes_;
+    for (std::int32_t i = count_; i-- > 0;) {
+      reach_[i] = reach_[i + 1] + (axes_[i].extent - 1) * axes_[i].stride;
+    }
+  }
+
   // Bytes from the first element to the end of the last one, over the axes from number `level` on.
   [[nodiscard]] KVTRIM_HOST_DEVICE constexpr std::int64_t reach(std::int32_t level) const noexcept {
-    std::int64_t reach = bytes_;
-    for (std::int32_t i = level; i < count_; ++i) {
-      reach += (axes_[i].extent - 1) * axes_[i].stride;
-    }
-    return reach;
+    return reach_[level];
   }
   // The smallest axis that does not step over all that the smaller ones reach; -1: elements do not overlap.
   [[nodiscard]] KVTRIM_HOST_DEVICE constexpr std::int32_t overlap() const noexcept {
@@ -62,31 +71,40 @@ class Region {
 
  private:
   Axis axes_[6];
-  std::int32_t count_ = 0;
-  std::int64_t bytes_ = 0;
+  std::int64_t reach_[7];
+  std::int32_t count_;
+  std::int64_t bytes_;
 };
+
+// Remainder of `d`, not negative. By subtraction: a division of 64 bits is a call in a kernel, which costs local memory.
+[[nodiscard]] KVTRIM_HOST_DEVICE constexpr std::int64_t floor_mod(std::int64_t d,
+                                                                  std::int64_t divisor) noexcept {
+  std::int64_t rest = d < 0 ? -d : d;
+  std::int64_t multiple = divisor;
+  while (multiple <= rest / 2) { multiple *= 2; }
+  for (; multiple >= divisor; multiple /= 2) { rest -= rest >= multiple ? multiple : 0; }
+  return d < 0 && rest != 0 ? divisor - rest : rest;
+}
 
 // Whether `b`, that begins `delta` bytes after `a`, shares no byte with it. Where the strides of the two differ at a level
 // at which their bytes are interleaved, the answer is no.
 [[nodiscard]] KVTRIM_HOST_DEVICE constexpr bool apart(const Region& a,
                                                       const Region& b,
                                                       std::int64_t delta) noexcept {
-  struct Open {
-    std::int64_t delta;
-    std::int32_t level;
+  const auto are_apart = [&](std::int64_t d, std::int32_t level) {
+    return d >= a.reach(level) || d + b.reach(level) <= 0;
   };
-  Open open[8]{};
-  open[0] = {delta, 0};
-  for (std::int32_t n = 1; n > 0;) {
-    const Open at = open[--n];
-    if (at.delta >= a.reach(at.level) || at.delta + b.reach(at.level) <= 0) { continue; }
-    if (at.level >= a.count() || at.level >= b.count()) { return false; }
-    const std::int64_t stride = a.axis(at.level).stride;
-    if (stride != b.axis(at.level).stride) { return false; }
-    // Inside one step of the common stride: b's element there, and the end of the one before it.
-    const std::int64_t rest = (at.delta % stride + stride) % stride;
-    open[n++] = {rest, at.level + 1};
-    open[n++] = {rest - stride, at.level + 1};
+  if (are_apart(delta, 0)) { return true; }
+  // At each level, b's element within one step of the common stride, and the end of the one before it: two paths.
+  const std::int32_t levels = a.count() < b.count() ? a.count() : b.count();
+  for (std::uint32_t path = 0; path < (1U << static_cast<unsigned>(levels)); ++path) {
+    std::int64_t d = delta;
+    for (std::int32_t level = 0; !are_apart(d, level); ++level) {
+      if (level == levels || a.axis(level).stride != b.axis(level).stride) { return false; }
+      const std::int64_t stride = a.axis(level).stride;
+      d = floor_mod(d, stride);
+      if ((path >> static_cast<unsigned>(level) & 1U) != 0) { d -= stride; }
+    }
   }
   return true;
 }

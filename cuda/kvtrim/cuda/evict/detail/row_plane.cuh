@@ -154,7 +154,7 @@ KVTRIM_DEVICE RowPlane row_plane(const PagePlane& p) {
 }
 
 /// Number `i` of the view's sequence planes: positions, rope positions, sums, compensations, then `more_planes`.
-KVTRIM_DEVICE SequencePlane sequence_plane(const CacheView& view, int i) {
+__host__ KVTRIM_DEVICE SequencePlane sequence_plane(const CacheView& view, int i) {
   return i == 0   ? view.positions
          : i == 1 ? view.rope_positions
          : i == 2 ? view.score_sums
