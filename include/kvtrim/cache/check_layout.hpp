@@ -118,7 +118,7 @@ inline void check_pools(const CacheView& view) {
   }
   for (std::int32_t i = 0; i < view.page_plane_count; ++i) {
     const PagePlane& p = view.page_planes[i];
-    if (!is_constant(p)) { check(first_page_plane + i, p.layer_stride, p.head_stride); }
+    if (!p.constant()) { check(first_page_plane + i, p.layer_stride, p.head_stride); }
   }
 }
 
@@ -131,6 +131,15 @@ inline void check_page_planes(const CacheView& view) {
                              name,
                              p.row_bytes,
                              p.base == nullptr ? " is null" : "");
+    }
+    if (!has_sound_entries(view, p)) {
+      throw_invalid_argument(
+          "kvtrim::CacheView: {}: {} tokens an entry, at a token stride of {} bytes, in pages of "
+          "{}",
+          name,
+          p.tokens_per_entry,
+          p.token_stride,
+          view.page_size);
     }
     check_region(name, region_of(view, p));
   }

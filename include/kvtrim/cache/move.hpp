@@ -32,12 +32,23 @@ struct RowPlace {
 
 namespace detail {
 
+// Whether each row has an entry of its own.
+[[nodiscard]] KVTRIM_HOST_DEVICE constexpr bool has_row_entries(const CacheView& view,
+                                                                const PagePlane& plane) noexcept {
+  return plane.rows_per_entry(view.page_size) == 1 && !plane.constant();
+}
+// Whether rows must stay with their entries: it belongs to several, which may part.
+[[nodiscard]] KVTRIM_HOST_DEVICE constexpr bool ties_rows(const CacheView& view,
+                                                          const PagePlane& plane) noexcept {
+  return plane.rows_per_entry(view.page_size) != 1 && !plane.constant();
+}
+
 // A plane without a head (or layer) stride is common to the heads (or layers): it moves with the first one only.
 [[nodiscard]] KVTRIM_HOST_DEVICE constexpr bool moves_with(const CacheView& view,
                                                            const PagePlane& plane,
                                                            LayerId l,
                                                            HeadId h) noexcept {
-  if (plane.token_stride == 0) { return false; }
+  if (!has_row_entries(view, plane)) { return false; }
   const bool common_heads = plane.head_stride == 0 && view.scope != TableScope::head;
   const bool common_layers = plane.layer_stride == 0 && view.scope == TableScope::group;
   return !(common_heads && raw(h) != 0) && !(common_layers && raw(l) != 0);
@@ -186,7 +197,7 @@ inline void move_sequence_data(const HeadRef& head, std::int32_t from, std::int3
   });
   for (std::int32_t i = 0; i < view.page_plane_count; ++i) {
     const PagePlane& p = view.page_planes[i];
-    if (p.token_stride != 0) {
+    if (detail::has_row_entries(view, p)) {
       note(p.head_stride == 0 && view.scope != TableScope::head,
            p.layer_stride == 0 && view.scope == TableScope::group);
     }

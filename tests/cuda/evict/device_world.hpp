@@ -44,10 +44,11 @@ struct WorldShape {
   std::int32_t spare_pages = 0;
   bool positions = true;  // planes of positions and of sums, by KV head
   bool states = true;
-  bool shuffled = false;  // slot order is not position order
-  bool holes = false;     // a hole in every second sequence
-  bool padding = false;   // left padding in every second sequence
-  bool scales = false;    // a page plane of 6 bytes per row and head
+  bool shuffled = false;              // slot order is not position order
+  bool holes = false;                 // a hole in every second sequence
+  bool padding = false;               // left padding in every second sequence
+  bool scales = false;                // a page plane of 6 bytes per row and head
+  std::int32_t tokens_per_scale = 1;  // rows of a page that have a scale in common; 0: all
   bool separate_values = false;
   std::uint32_t seed = 1;
 };
@@ -238,6 +239,11 @@ class World {
       p.page_stride = p.token_stride * shape_.page_size;
       p.layer_stride = p.page_stride * pages_;
       p.of_values = true;
+      if (shape_.tokens_per_scale == 0) {
+        p.token_stride = 0;
+      } else {
+        p.tokens_per_entry = shape_.tokens_per_scale;
+      }
     }
   }
 

@@ -301,6 +301,72 @@ TEST_CASE("C09 cuda::plan: what the host refuses of a layout, the device refuses
   CHECK(world.difference() == "");
 }
 
+TEST_CASE(
+    "C07 cuda::plan: rows stay with an entry that they share, or the plan is refused as the host's",
+    "[cuda][parity][fault]") {
+  WorldShape shape;
+  shape.scales = true;
+  shape.tokens_per_scale = GENERATE(0, 2, 4);
+  shape.padding = GENERATE(false, true);
+  shape.separate_values = shape.padding;
+  const Removal removal = GENERATE(
+      Removal::stable_pack, Removal::fill_holes, Removal::overwrite_slot, Removal::drop_pages);
+  const std::int32_t keep = removal == Removal::overwrite_slot ? 31 : GENERATE(11, 30);
+  CAPTURE(shape.tokens_per_scale, shape.padding, static_cast<int>(removal), keep);
+  World world(shape);
+  same(world, kvtrim::test::ByScore{keep, {2, 4}, Removal::stable_pack}, removal, true);
+}
+
+TEST_CASE("C07 cuda::plan: moves inside an entry's rows are legal, others are not",
+          "[cuda][parity][fault]") {
+  WorldShape shape;
+  shape.sequences = 1;
+  shape.kv_heads = shape.layers = 1;
+  shape.page_size = shape.max_pages = 4;
+  shape.scales = true;
+  shape.tokens_per_scale = GENERATE(0, 2);
+  // The last row but one goes, or the last but two, or one of the page before it.
+  const std::int32_t gone = GENERATE(14, 13, 11);
+  const Removal removal = GENERATE(Removal::stable_pack, Removal::fill_holes);
+  CAPTURE(shape.tokens_per_scale, gone, static_cast<int>(removal));
+  World world(shape);
+  auto& sums = world.host().sums;
+  for (std::size_t r = 0; r < sums.size(); ++r) {
+    sums[r] = static_cast<std::int32_t>(r) == gone ? 0.0F : 1.0F;
+  }
+  world.device().sums.upload(sums);
+  const kvtrim::test::ByScore policy{15, {0, 0}, Removal::stable_pack};
+  Observation obs;
+  obs.scores = world.host_view().score_sums;
+  const Plan plan = kvtrim::test::host_plan(policy, world.host_view(), obs, removal);
+  const bool legal = gone == 14 || (gone == 13 && shape.tokens_per_scale == 0);
+  CHECK(to_string(plan.view().status()) == (legal ? "ok" : "planes_disagree"));
+  same(world, policy, removal, true);
+}
+
+TEST_CASE("C07 cuda::plan: an entry that is no whole part of a page is refused, so is a way out",
+          "[cuda][fault]") {
+  WorldShape shape;
+  shape.scales = true;
+  shape.spare_pages = 40;
+  shape.tokens_per_scale = GENERATE(5, 4);
+  World world(shape);
+  const HeavyHitter policy({.heavy = 6, .recent = 3, .removal = Removal::stable_pack});
+  DeviceSide side(world, policy);
+  const DeviceBuffer<std::int32_t> spares(world.spares(), "spare pages");
+  const DeviceBuffer<std::int32_t> there(std::vector<std::int32_t>{40}, "spare count");
+  cuda::DevicePlanOptions options;
+  options.out_of_place = true;
+  options.spare_pages = spares.data();
+  options.spare_count = there.data();
+  const CacheView device = world.device_view();
+  ok(cuda::plan(policy, device, {}, side.workspace, nullptr, options));
+  ok(cuda::apply(side.workspace, device, nullptr));
+  CHECK(to_string(side.report().status) ==
+        (shape.tokens_per_scale == 5 ? "bad_observation" : "planes_disagree"));
+  CHECK(world.difference() == "");
+}
+
 TEST_CASE("cuda::plan: rows of any size, aligned or not", "[cuda][parity]") {
   WorldShape shape;
   const int which = GENERATE(0, 1, 2, 3, 4);

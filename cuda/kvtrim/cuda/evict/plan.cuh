@@ -349,6 +349,24 @@ struct ClosingTable {
   }
 };
 
+/// Whether row `from` has, at place `to`, another entry of a page plane whose entries belong to several rows.
+KVTRIM_DEVICE bool leaves_entry(const CacheView& view,
+                                std::int32_t first_row,
+                                std::int32_t from,
+                                std::int32_t to) {
+  const std::int32_t a = from + first_row;
+  const std::int32_t b = to + first_row;
+  const bool same_page = a / view.page_size == b / view.page_size;
+  bool leaves = false;
+  for (int i = 0; i < view.page_plane_count; ++i) {
+    const PagePlane p = view.page_planes[i];
+    const std::int32_t each = p.rows_per_entry(view.page_size);
+    leaves = leaves || (kvtrim::detail::ties_rows(view, p) &&
+                        !(same_page && a % view.page_size / each == b % view.page_size / each));
+  }
+  return leaves;
+}
+
 /// Closes the table up to whole pages.
 KVTRIM_DEVICE Status close_drop(const ClosingTable& at,
                                 TablePlan& table,
@@ -495,15 +513,18 @@ KVTRIM_DEVICE Status close_overwrite(const ClosingTable& at,
     slot = at.shared.slot;
   }
   bool moves = false;
+  bool parts = false;
   for (std::int32_t i = thread; i < at.heads; i += table_threads) {
     HeadPlan head;
     head.evicted = 1;
     head.victim = at.plan.rows_of(at.head_index(i))[task.keep];
     head.moved = head.victim == slot ? 0 : 1;
     moves = moves || head.moved != 0;
+    parts = parts || (head.moved != 0 && leaves_entry(view, table.first_row, slot, head.victim));
     at.plan.head_plans[at.head_index(i)] = head;
   }
   moves = __syncthreads_or(moves) != 0;
+  if (__syncthreads_or(parts) != 0) { return Status::planes_disagree; }
   table.live_after = table.live_before - 1;
   table.ordered_after = table.ordered_after && !moves;
   table.append_row = slot == table.extent_before - 1 ? -1 : slot;
@@ -531,6 +552,7 @@ KVTRIM_DEVICE Status close_pack(const ClosingTable& at,
                                 TablePlan& table,
                                 const SelectTask& task,
                                 bool common,
+                                bool ties,
                                 bool out_of_place) {
   const std::int32_t thread = static_cast<std::int32_t>(threadIdx.x);
   const CacheView& view = at.view;
@@ -576,6 +598,18 @@ KVTRIM_DEVICE Status close_pack(const ClosingTable& at,
     }
   }
   if (__syncthreads_or(writes_shared) != 0) { return Status::shared_page; }
+  if (ties && moves) {
+    bool parts = out_of_place;  // into other pages
+    for (std::int32_t i = 0; i < at.heads && !parts; ++i) {
+      const std::int32_t* const rows = at.plan.rows_of(at.head_index(i));
+      const auto moved = static_cast<std::int32_t>(at.plan.head_plans[at.head_index(i)].moved);
+      for (std::int32_t k = thread; k < moved && !parts; k += table_threads) {
+        const std::int32_t to = fills ? rows[kept + k] : kept - moved + k;
+        parts = leaves_entry(view, table.first_row, rows[kept - moved + k], to);
+      }
+    }
+    if (__syncthreads_or(parts) != 0) { return Status::planes_disagree; }
+  }
   table.ordered_after = table.ordered_after && !(fills && moves);
   keep_leading_pages(at, table, out_of_place ? padding : table.pages_after);
   return Status::ok;
@@ -633,10 +667,12 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(table_threads, 2)
       common = common || (p && ((p.head_stride == 0 && view.kv_heads > 1) ||
                                 (p.layer_stride == 0 && view.layers > 1)));
     }
+    bool ties = false;
     for (int k = 0; k < view.page_plane_count; ++k) {
       const PagePlane& p = view.page_planes[k];
+      ties = ties || kvtrim::detail::ties_rows(view, p);
       common =
-          common || (p.token_stride != 0 &&
+          common || (kvtrim::detail::has_row_entries(view, p) &&
                      ((p.head_stride == 0 && view.scope != TableScope::head && view.kv_heads > 1) ||
                       (p.layer_stride == 0 && view.scope == TableScope::group && view.layers > 1)));
     }
@@ -649,7 +685,7 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(table_threads, 2)
     } else if (table.removal == Removal::overwrite_slot) {
       closed = close_overwrite(at, table, task, common);
     } else {
-      closed = close_pack(at, table, task, common, out_of_place);
+      closed = close_pack(at, table, task, common, ties, out_of_place);
     }
     if (usable(status) && closed != Status::ok) { status = closed; }
     table.status = status;

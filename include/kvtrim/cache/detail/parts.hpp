@@ -75,19 +75,23 @@ KVTRIM_HOST_DEVICE constexpr void fill(Region& r, const CacheView& view, const P
   return (own_layers || !layers) && (own_heads || !heads);
 }
 
-// One value for all pages.
-[[nodiscard]] KVTRIM_HOST_DEVICE constexpr bool is_constant(const PagePlane& p) noexcept {
-  return p.token_stride == 0 && p.page_stride == 0;
-}
 KVTRIM_HOST_DEVICE constexpr void fill(Region& r,
                                        const CacheView& view,
                                        const PagePlane& p) noexcept {
   r.clear(p.row_bytes);
-  r.add(AxisName::token, p.token_stride, p.token_stride == 0 ? 1 : view.page_size);
+  const std::int32_t each = p.rows_per_entry(view.page_size);
+  r.add(AxisName::token, p.token_stride, (view.page_size + each - 1) / each);
   r.add(AxisName::head, p.head_stride, p.head_stride == 0 ? 1 : view.kv_heads);
-  r.add(AxisName::page, p.page_stride, is_constant(p) ? 1 : view.pages);
+  r.add(AxisName::page, p.page_stride, p.constant() ? 1 : view.pages);
   r.add(AxisName::layer, p.layer_stride, p.layer_stride == 0 ? 1 : view.layers);
   r.close();
+}
+// Whether a plane's entries are where rows may look for them: one for the page, or one for whole rows of a page.
+[[nodiscard]] KVTRIM_HOST_DEVICE constexpr bool has_sound_entries(const CacheView& view,
+                                                                  const PagePlane& p) noexcept {
+  const std::int32_t most = p.token_stride == 0 ? 1 : view.page_size;
+  return p.tokens_per_entry >= 1 &&
+         (p.tokens_per_entry <= most || p.tokens_per_entry == view.page_size);
 }
 // How many rows a plane has is not said: two, unless the table has room for one.
 KVTRIM_HOST_DEVICE constexpr void fill(Region& r,

@@ -128,8 +128,8 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(layout_threads)
     if (i == j && i >= cache::first_page_plane) {
       const PagePlane p = view.page_planes[i - cache::first_page_plane];
       bad = p.base == nullptr || p.row_bytes < 1 || shared.at[0].overlap() >= 0 ||
-            (!cache::is_constant(p) &&
-             !cache::follows_pools(view, p.layer_stride != 0, p.head_stride != 0));
+            !cache::has_sound_entries(view, p) ||
+            (!p.constant() && !cache::follows_pools(view, p.layer_stride != 0, p.head_stride != 0));
     }
     const std::int32_t n = cache::bases_of(view, i);
     const std::int32_t m = cache::share_pages(view, i, j) ? cache::bases_of(view, j) : 0;
