@@ -27,6 +27,8 @@ struct CacheView {
   std::int32_t pages = 0;                ///< pages in the pool: ids are below this
   std::int32_t kv_heads = 0;             ///< KV heads per layer
   std::int32_t layers = 1;               ///< layers
+  std::int32_t layer_offset = 0;         ///< which layer of the model layer 0 is
+  std::int32_t model_layers = 0;         ///< layers of the model; 0: those of the view
   std::int32_t sequences = 0;            ///< sequences
   TableScope scope = TableScope::group;  ///< what one table serves
   PageTable table{};                     ///< the tables
@@ -47,6 +49,19 @@ struct CacheView {
   std::int32_t page_plane_count = 0;  ///< how many
   const SequencePlane* more_planes = nullptr;  ///< [more_plane_count] further data indexed by row
   std::int32_t more_plane_count = 0;           ///< how many
+
+  /// Layer of the model that layer `l` of the view is: what is indexed by it serves views of all layers and of one alike.
+  [[nodiscard]] KVTRIM_HOST_DEVICE constexpr LayerId model_layer(LayerId l) const noexcept {
+    return LayerId{layer_offset + raw(l)};
+  }
+  /// Layers of the model.
+  [[nodiscard]] KVTRIM_HOST_DEVICE constexpr std::int32_t layers_of_model() const noexcept {
+    return model_layers > 0 ? model_layers : layers;
+  }
+  /// Whether the view's layers are layers of the model.
+  [[nodiscard]] KVTRIM_HOST_DEVICE constexpr bool is_of_model() const noexcept {
+    return layer_offset >= 0 && model_layers >= 0 && layer_offset <= layers_of_model() - layers;
+  }
 
   /// Tables of one sequence: 1, layers, or layers * kv_heads.
   [[nodiscard]] KVTRIM_HOST_DEVICE constexpr std::int32_t tables_per_sequence() const noexcept {

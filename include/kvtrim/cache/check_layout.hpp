@@ -254,6 +254,14 @@ inline void check_layout(const CacheView& view) {
         view.sequences,
         view.pages);
   }
+  if (!view.is_of_model()) {
+    throw_invalid_argument(
+        "kvtrim::CacheView: layer_offset {} and {} layers are beyond model_layers {}{}",
+        view.layer_offset,
+        view.layers,
+        view.model_layers,
+        view.model_layers == 0 ? " (those of the view)" : "");
+  }
   detail::check_presence(view);
   detail::check_strides(view);
   detail::check_pools(view);

@@ -49,7 +49,7 @@ class Rerotator {
   /// \param pristine  needed for `sinks_follow`
   /// \throws std::invalid_argument, saying why, if the keys cannot be rotated: RoPE kind not standard; dtype neither f32
   ///   nor, with `CacheView::unrotated_keys` or pristine sinks, f16 or bf16; rotary range beyond the head;
-  ///   number of frequencies not layers * dim / 2; no rope positions per KV head
+  ///   number of frequencies not the model's layers * dim / 2; no rope positions per KV head
   Rerotator(const CacheView& view, const Rope& rope, PositionMode mode, PristineSinks pristine = {})
       : rope_(rope), mode_(mode), pristine_(pristine) {
     if (mode == PositionMode::keep) { return; }
@@ -73,14 +73,15 @@ class Rerotator {
           view.k.head_dim);
     }
     check_values_stay(view, rope);
-    const auto expected = static_cast<std::size_t>(rope.dim / 2) *
-                          static_cast<std::size_t>(rope.same_for_all_layers ? 1 : view.layers);
+    const auto expected =
+        static_cast<std::size_t>(rope.dim / 2) *
+        static_cast<std::size_t>(rope.same_for_all_layers ? 1 : view.layers_of_model());
     if (rope.inverse_frequencies.size() != expected) {
       throw_invalid_argument(
           "kvtrim::Rerotator: {} frequencies for {} layers of {} pairs: frequencies are per layer, "
           "or say same_for_all_layers",
           rope.inverse_frequencies.size(),
-          view.layers,
+          view.layers_of_model(),
           rope.dim / 2);
     }
     source_ = mode == PositionMode::in_cache && static_cast<bool>(view.unrotated_keys);
@@ -152,7 +153,7 @@ class Rerotator {
     }
     const std::size_t pairs = static_cast<std::size_t>(rope_.dim / 2);
     const std::size_t first =
-        rope_.same_for_all_layers ? 0 : pairs * static_cast<std::size_t>(raw(l));
+        rope_.same_for_all_layers ? 0 : pairs * static_cast<std::size_t>(raw(view.model_layer(l)));
     rotate_key(rope_, std::span(frequencies_).subspan(first, pairs), delta, key.data());
     store_row(view.k, at, key.data());
   }

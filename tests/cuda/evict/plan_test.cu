@@ -66,15 +66,18 @@ template <class P>
 void same(World& world,
           const P& policy,
           Removal removal = Removal::automatic,
-          bool given_scores = false) {
+          bool given_scores = false,
+          std::int32_t layer_offset = 0) {
   Observation obs;
   cuda::DeviceObservation device_obs;
   if (given_scores) {
     obs.scores = world.host_view().score_sums;
     device_obs.scores = world.device_view().score_sums;
   }
-  const CacheView host = world.host_view();
-  const CacheView device = world.device_view();
+  CacheView host = world.host_view();
+  CacheView device = world.device_view();
+  host.layer_offset = device.layer_offset = layer_offset;
+  host.model_layers = device.model_layers = layer_offset == 0 ? 0 : layer_offset + host.layers + 1;
   Plan wanted = kvtrim::test::host_plan(policy, host, obs, removal);
   const PlanRef want = wanted.ref();
 
@@ -365,6 +368,30 @@ TEST_CASE("C07 cuda::plan: an entry that is no whole part of a page is refused, 
   CHECK(to_string(side.report().status) ==
         (shape.tokens_per_scale == 5 ? "bad_observation" : "planes_disagree"));
   CHECK(world.difference() == "");
+}
+
+TEST_CASE(
+    "C12 cuda::plan: a policy is told the model's layer, and layers it does not have are refused",
+    "[cuda][parity][fault]") {
+  WorldShape shape;
+  shape.scope = TableScope::layer;
+  shape.layers = 3;
+  World world(shape);
+  CacheView view = world.device_view();
+  view.layer_offset = 2;
+  view.model_layers = 4;
+  {
+    const HeavyHitter policy({.heavy = 4, .recent = 2});
+    DeviceSide side(world, policy);
+    CHECK(cuda::plan(policy, view, {}, side.workspace, nullptr) == cudaErrorInvalidValue);
+    CHECK(cuda::apply(side.workspace, view, nullptr) == cudaErrorInvalidValue);
+  }
+  const std::int32_t offset = GENERATE(0, 2);
+  same(world,
+       kvtrim::test::ByScore{8, {2, 4}, Removal::stable_pack, 3},
+       Removal::automatic,
+       true,
+       offset);
 }
 
 TEST_CASE("cuda::plan: rows of any size, aligned or not", "[cuda][parity]") {

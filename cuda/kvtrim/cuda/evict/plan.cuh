@@ -186,6 +186,8 @@ KVTRIM_DEVICE Demand demand_of(const P& policy,
   in.page_size = view.page_size;
   in.first_row = view.first_row(s);
   in.budget = input.budgets == nullptr ? -1 : input.budgets[input.budget_rows(s, l, h)];
+  in.layer = view.model_layer(l);
+  in.layers = view.layers_of_model();
   Demand demand = policy.demand(in);
   if (demand.keep >= in.live) { return demand; }
   const std::int32_t fixed = in.live - candidates(demand.protection, in.live).count();
@@ -892,7 +894,7 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(table_threads)
          view.kv_heads >= 1 && view.page_size == shape.page_size && view.page_size >= 1 &&
          view.pages <= shape.pages && shape.max_rows >= 1 && view.table.ids != nullptr &&
          (view.lengths != nullptr || view.last_page_len != nullptr || view.states != nullptr) &&
-         row_planes(view).count > 0 && layout_fits(view);
+         view.is_of_model() && row_planes(view).count > 0 && layout_fits(view);
 }
 
 /// Bytes that the layer bases must be multiples of.

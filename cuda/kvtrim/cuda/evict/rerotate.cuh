@@ -18,7 +18,7 @@ namespace kvtrim::cuda {
 
 /// A model's RoPE with its frequencies on the device; the fields of `Rope`.
 struct DeviceRope {
-  const double* inverse_frequencies = nullptr;  ///< [layers, dim / 2], or [dim / 2]
+  const double* inverse_frequencies = nullptr;  ///< [layers of the model, dim / 2], or [dim / 2]
   std::int32_t dim = 0;                         ///< rotated features; even
   std::int32_t offset = 0;                      ///< first rotated feature
   RopePairs pairs = RopePairs::half_split;      ///< which features are rotated together
@@ -85,7 +85,8 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(Threads) rerotate_kernel(RerotateArgs a) {
        i += static_cast<std::int32_t>(gridDim.x)) {
     const KeyTile tile = tile_at(a.view, a.tiles, i);
     const double* const frequencies =
-        a.rope.inverse_frequencies + (a.rope.same_for_all_layers ? 0 : raw(tile.layer) * half);
+        a.rope.inverse_frequencies +
+        (a.rope.same_for_all_layers ? 0 : raw(a.view.model_layer(tile.layer)) * half);
     for (std::int32_t k = warp; k < a.tiles.keys; k += Threads / 32) {
       const std::int32_t row = tile.first + k;
       if (!tile.holds(row)) { continue; }
@@ -246,7 +247,7 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(Threads) rerotate_kernel(RerotateArgs a) {
        k.head_stride | k.feature_stride) %
               static_cast<std::int64_t>(element) !=
           0 ||
-      turns_values(view, rope)) {
+      !view.is_of_model() || turns_values(view, rope)) {
     return cudaErrorInvalidValue;
   }
   if (source &&
