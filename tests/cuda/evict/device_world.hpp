@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <numeric>
 #include <random>
@@ -50,6 +51,7 @@ struct WorldShape {
   bool scales = false;                // a page plane of 6 bytes per row and head
   std::int32_t tokens_per_scale = 1;  // rows of a page that have a scale in common; 0: all
   bool separate_values = false;
+  bool flags = false;  // a bit beside the id of every second entry
   std::uint32_t seed = 1;
 };
 
@@ -128,6 +130,9 @@ class World {
           }
         }
       }
+    }
+    for (std::size_t e = 0; shape.flags && e < host_.ids.size(); e += 2) {
+      if (host_.ids[e] >= 0) { host_.ids[e] |= std::numeric_limits<std::int32_t>::min(); }
     }
     // Positions ascend by row, or are shuffled, and skip the hole.
     for (std::int32_t s = 0; s < shape.sequences; ++s) {
@@ -306,6 +311,7 @@ class World {
     }
     const std::int32_t tables = v.tables_per_sequence();
     v.table.ids = a.ids.data();
+    if (shape_.flags) { v.table.id_mask = std::numeric_limits<std::int32_t>::max(); }
     v.table.max_pages = shape_.max_pages;
     v.table.row_stride = shape_.max_pages * (shape_.separate_values ? 2 : 1);
     v.table.v_offset = shape_.separate_values ? shape_.max_pages : 0;

@@ -12,6 +12,7 @@
 #include "cuda/evict/device_world.hpp"
 #include "cuda/evict/host_reference.hpp"
 
+#include <algorithm>
 #include <memory>
 #include <string>
 #include <vector>
@@ -392,6 +393,22 @@ TEST_CASE(
        Removal::automatic,
        true,
        offset);
+}
+
+TEST_CASE("C15 cuda::commit: entries that stay keep their flag bits", "[cuda][parity][fault]") {
+  WorldShape shape;
+  shape.flags = true;
+  shape.separate_values = GENERATE(false, true);
+  shape.padding = GENERATE(false, true);
+  shape.max_pages = GENERATE(8, 300);  // more than a block has threads
+  shape.sequences = shape.max_pages == 8 ? 3 : 1;
+  shape.page_size = shape.max_pages == 8 ? 4 : 2;
+  const Removal removal = GENERATE(Removal::drop_pages, Removal::stable_pack);
+  World world(shape);
+  const std::int32_t keep = shape.max_pages;
+  same(world, kvtrim::test::ByScore{keep, {2, 4}, Removal::stable_pack}, removal, true);
+  const auto& ids = world.host().ids;
+  CHECK(std::count_if(ids.begin(), ids.end(), [](std::int32_t e) { return e < -1; }) > 0);
 }
 
 TEST_CASE("cuda::plan: rows of any size, aligned or not", "[cuda][parity]") {
