@@ -7,8 +7,8 @@
 #include <kvtrim/budget/pyramid.hpp>
 #include <kvtrim/budget/rows.hpp>
 #include <kvtrim/cache/cache_view.hpp>
+#include <kvtrim/cache/check_layout.hpp>
 #include <kvtrim/cache/check_tables.hpp>
-#include <kvtrim/cache/check_view.hpp>
 #include <kvtrim/cache/generation.hpp>
 #include <kvtrim/cache/head_ref.hpp>
 #include <kvtrim/cache/live_rows.hpp>

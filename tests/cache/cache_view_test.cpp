@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <kvtrim/cache/cache_view.hpp>
+#include <kvtrim/cache/check_layout.hpp>
 #include <kvtrim/cache/check_tables.hpp>
-#include <kvtrim/cache/check_view.hpp>
 #include <kvtrim/cache/live_rows.hpp>
 #include <kvtrim/cache/move.hpp>
 

@@ -14,8 +14,8 @@ inline constexpr std::int32_t pages = 10;
 
 // Two sequences of 6 and 9 rows in pages of 4, two layers, three heads; nothing wrong with it.
 struct Engine {
-  std::vector<std::byte> memory =
-      std::vector<std::byte>(1);  // never read: only strides are checked
+  // Keys, and from its middle on values; never read: only strides are checked.
+  std::vector<std::byte> memory = std::vector<std::byte>(std::size_t{1} << 14);
   std::vector<std::int32_t> ids{5, 3, -1, -1, 8, 2, 9, -1};
   std::vector<std::int32_t> lengths{6, 9};
   std::vector<std::int32_t> counts = std::vector<std::int32_t>(10, 1);
@@ -25,7 +25,7 @@ struct Engine {
 
   Engine() {
     view.k = Plane::nhd(memory.data(), {4, 3, 8, DType::f16});
-    view.v = Plane::hnd(memory.data(), {4, 3, 6, DType::f16});
+    view.v = Plane::hnd(memory.data() + (1 << 13), {4, 3, 6, DType::f16});
     view.k.layer_stride = pages * view.k.page_stride;
     view.v.layer_stride = pages * view.v.page_stride;
     view.page_size = 4;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <kvtrim/cache/check_layout.hpp>
 #include <kvtrim/cache/check_tables.hpp>
-#include <kvtrim/cache/check_view.hpp>
 #include <kvtrim/cache/live_rows.hpp>
 #include <kvtrim/cache/paged_cache.hpp>
 

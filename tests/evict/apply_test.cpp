@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <kvtrim/evict/apply.hpp>
 
-#include <kvtrim/cache/check_view.hpp>
+#include <kvtrim/cache/check_layout.hpp>
 #include <kvtrim/evict/plan_bytes.hpp>
 #include <kvtrim/policy/streaming_sink.hpp>
 

@@ -3,7 +3,7 @@
 #include <kvtrim/evict/commit.hpp>
 
 #include <kvtrim/cache/check_tables.hpp>
-#include <kvtrim/cache/check_view.hpp>
+#include <kvtrim/cache/check_layout.hpp>
 #include <kvtrim/evict/evict.hpp>
 #include <kvtrim/evict/plan_bytes.hpp>
 #include <kvtrim/policy/streaming_sink.hpp>

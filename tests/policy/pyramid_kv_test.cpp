@@ -130,16 +130,9 @@ TEST_CASE("pyramidkv: one table for all layers cannot hold it: refused, nothing 
   CHECK(w.rows() == Rows(5, 200));
 }
 
-TEST_CASE("pyramidkv: an engine that evicts layer by layer gives the budgets", "[pyramidkv]") {
-  const PyramidKV p({.snapkv = {.window = 4, .budget = 44}, .beta = 4, .layers = layers});
-  CHECK(p.pyramid(44, 1).rows(200, 0) == 74);
-  CHECK(p.pyramid(44, 1).rows(200, 4) == 14);
-}
-
 TEST_CASE("pyramidkv: the constructor refuses what cannot work, with the numbers",
           "[pyramidkv][edge]") {
   CHECK_THROWS_WITH(PyramidKV({.beta = 0}), ContainsSubstring("beta 0"));
-  CHECK_THROWS_WITH(PyramidKV({.layers = -1}), ContainsSubstring("layers -1"));
   CHECK_THROWS_WITH(PyramidKV({.snapkv = {.window = 8, .budget = 7}}),
                     ContainsSubstring("budget 7"));
   constexpr PyramidKV defaults;

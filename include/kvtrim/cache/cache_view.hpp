@@ -20,13 +20,15 @@ namespace kvtrim {
 /// `(r + first_row) % page_size`. Rows are numbered 0..live-1, except where `Removal::overwrite_slot` has left a hole
 /// (`SequenceState::append_row`), which the next append fills.
 struct CacheView {
-  Plane k{};                             ///< keys
-  Plane v{};                             ///< values; its head_dim may differ
+  Plane k{};  ///< keys; absent only where no row ever moves
+  Plane v{};  ///< values; absent (head_dim 0), of another head_dim, or part of the keys' rows
   Plane unrotated_keys{};                ///< keys before RoPE, moved with the rows; null base: none
   std::int32_t page_size = 0;            ///< rows per page
   std::int32_t pages = 0;                ///< pages in the pool: ids are below this
   std::int32_t kv_heads = 0;             ///< KV heads per layer
   std::int32_t layers = 1;               ///< layers
+  std::int32_t layer_offset = 0;         ///< which layer of the model layer 0 is
+  std::int32_t model_layers = 0;         ///< layers of the model; 0: those of the view
   std::int32_t sequences = 0;            ///< sequences
   TableScope scope = TableScope::group;  ///< what one table serves
   PageTable table{};                     ///< the tables
@@ -53,6 +55,19 @@ struct CacheView {
   std::int32_t page_plane_count = 0;  ///< how many
   const SequencePlane* more_planes = nullptr;  ///< [more_plane_count] further data indexed by row
   std::int32_t more_plane_count = 0;           ///< how many
+
+  /// Layer of the model that layer `l` of the view is: what is indexed by it serves views of all layers and of one alike.
+  [[nodiscard]] KVTRIM_HOST_DEVICE constexpr LayerId model_layer(LayerId l) const noexcept {
+    return LayerId{layer_offset + raw(l)};
+  }
+  /// Layers of the model.
+  [[nodiscard]] KVTRIM_HOST_DEVICE constexpr std::int32_t layers_of_model() const noexcept {
+    return model_layers > 0 ? model_layers : layers;
+  }
+  /// Whether the view's layers are layers of the model.
+  [[nodiscard]] KVTRIM_HOST_DEVICE constexpr bool is_of_model() const noexcept {
+    return layer_offset >= 0 && model_layers >= 0 && layer_offset <= layers_of_model() - layers;
+  }
 
   /// Tables of one sequence: 1, layers, or layers * kv_heads.
   [[nodiscard]] KVTRIM_HOST_DEVICE constexpr std::int32_t tables_per_sequence() const noexcept {

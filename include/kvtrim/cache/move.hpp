@@ -4,6 +4,7 @@
 // Moving one row means moving everything that belongs to it: key, value, page planes, sequence planes. This is the only
 // place that knows the list, so nothing can be left behind.
 
+#include <kvtrim/cache/detail/parts.hpp>
 #include <kvtrim/cache/head_ref.hpp>
 #include <kvtrim/core/removal.hpp>
 
@@ -31,12 +32,23 @@ struct RowPlace {
 
 namespace detail {
 
+// Whether each row has an entry of its own.
+[[nodiscard]] KVTRIM_HOST_DEVICE constexpr bool has_row_entries(const CacheView& view,
+                                                                const PagePlane& plane) noexcept {
+  return plane.rows_per_entry(view.page_size) == 1 && !plane.constant();
+}
+// Whether rows must stay with their entries: it belongs to several, which may part.
+[[nodiscard]] KVTRIM_HOST_DEVICE constexpr bool ties_rows(const CacheView& view,
+                                                          const PagePlane& plane) noexcept {
+  return plane.rows_per_entry(view.page_size) != 1 && !plane.constant();
+}
+
 // A plane without a head (or layer) stride is common to the heads (or layers): it moves with the first one only.
 [[nodiscard]] KVTRIM_HOST_DEVICE constexpr bool moves_with(const CacheView& view,
                                                            const PagePlane& plane,
                                                            LayerId l,
                                                            HeadId h) noexcept {
-  if (plane.token_stride == 0) { return false; }
+  if (!has_row_entries(view, plane)) { return false; }
   const bool common_heads = plane.head_stride == 0 && view.scope != TableScope::head;
   const bool common_layers = plane.layer_stride == 0 && view.scope == TableScope::group;
   return !(common_heads && raw(h) != 0) && !(common_layers && raw(l) != 0);
@@ -46,6 +58,12 @@ namespace detail {
                                                            HeadId h) noexcept {
   return static_cast<bool>(plane) && !(plane.head_stride == 0 && raw(h) != 0) &&
          !(plane.layer_stride == 0 && raw(l) != 0);
+}
+
+// Whether values are moved on their own: not where there are none, or where they are part of the keys' rows.
+[[nodiscard]] KVTRIM_HOST_DEVICE constexpr bool moves_values(const CacheView& view,
+                                                             LayerId l) noexcept {
+  return view.v && !values_in_keys(view, l);
 }
 
 // Calls f(plane) for every sequence plane of the view.
@@ -61,8 +79,9 @@ void for_each_sequence_plane(const CacheView& view, F&& f) noexcept {
 [[nodiscard]] KVTRIM_HOST_DEVICE constexpr std::int64_t moved_row_bytes(const CacheView& view,
                                                                         LayerId l,
                                                                         HeadId h) noexcept {
-  std::int64_t bytes = view.k.row_bytes() + view.v.row_bytes();
-  if (view.unrotated_keys.base != nullptr) { bytes += view.unrotated_keys.row_bytes(); }
+  std::int64_t bytes = view.k ? view.k.row_bytes() : 0;
+  if (detail::moves_values(view, l)) { bytes += view.v.row_bytes(); }
+  if (view.unrotated_keys) { bytes += view.unrotated_keys.row_bytes(); }
   for (std::int32_t i = 0; i < view.page_plane_count; ++i) {
     if (detail::moves_with(view, view.page_planes[i], l, h)) {
       bytes += view.page_planes[i].row_bytes;
@@ -74,13 +93,12 @@ void for_each_sequence_plane(const CacheView& view, F&& f) noexcept {
 /// Copies everything that pages hold of one row of one KV head to another place.
 inline void move_page_data(const HeadRef& head, RowPlace from, RowPlace to) noexcept {
   const auto& [view, s, l, h] = head;
-  copy_row(view.k, view.k.row(l, from.k_page, h, from.slot), view.k.row(l, to.k_page, h, to.slot));
-  copy_row(view.v, view.v.row(l, from.v_page, h, from.slot), view.v.row(l, to.v_page, h, to.slot));
-  if (view.unrotated_keys.base != nullptr) {
-    copy_row(view.unrotated_keys,
-             view.unrotated_keys.row(l, from.k_page, h, from.slot),
-             view.unrotated_keys.row(l, to.k_page, h, to.slot));
-  }
+  const auto copy = [&](const Plane& plane, PageId source, PageId target) {
+    copy_row(plane, plane.row(l, source, h, from.slot), plane.row(l, target, h, to.slot));
+  };
+  if (view.k) { copy(view.k, from.k_page, to.k_page); }
+  if (detail::moves_values(view, l)) { copy(view.v, from.v_page, to.v_page); }
+  if (view.unrotated_keys) { copy(view.unrotated_keys, from.k_page, to.k_page); }
   for (std::int32_t i = 0; i < view.page_plane_count; ++i) {
     const PagePlane& plane = view.page_planes[i];
     if (!detail::moves_with(view, plane, l, h)) { continue; }
@@ -179,7 +197,7 @@ inline void move_sequence_data(const HeadRef& head, std::int32_t from, std::int3
   });
   for (std::int32_t i = 0; i < view.page_plane_count; ++i) {
     const PagePlane& p = view.page_planes[i];
-    if (p.token_stride != 0) {
+    if (detail::has_row_entries(view, p)) {
       note(p.head_stride == 0 && view.scope != TableScope::head,
            p.layer_stride == 0 && view.scope == TableScope::group);
     }

@@ -41,11 +41,16 @@ struct Plane {
   DType dtype = DType::f32;         ///< element type
   std::int32_t opaque_row_bytes = 0;  ///< bytes of a row when `dtype` is `opaque`
 
+  /// Whether the plane is there.
+  [[nodiscard]] KVTRIM_HOST_DEVICE constexpr explicit operator bool() const noexcept {
+    return base != nullptr || layer_bases != nullptr;
+  }
+
   /// First byte of a row: one token of one KV head.
-  [[nodiscard]] KVTRIM_HOST_DEVICE std::byte* row(LayerId l,
-                                                  PageId p,
-                                                  HeadId h,
-                                                  Slot s) const noexcept {
+  [[nodiscard]] KVTRIM_HOST_DEVICE constexpr std::byte* row(LayerId l,
+                                                            PageId p,
+                                                            HeadId h,
+                                                            Slot s) const noexcept {
     std::byte* layer = layer_bases != nullptr ? layer_bases[raw(l)] : base + raw(l) * layer_stride;
     return layer + raw(p) * page_stride + raw(h) * head_stride + raw(s) * token_stride;
   }
@@ -131,6 +136,11 @@ struct Plane {
   }
 };
 
+/// Whether the plane is there and its elements can be read as floats.
+[[nodiscard]] KVTRIM_HOST_DEVICE constexpr bool readable(const Plane& plane) noexcept {
+  return plane && readable(plane.dtype);
+}
+
 /// Reads row `from` of `plane` as floats.
 ///
 /// \param[out] out [head_dim]
@@ -172,22 +182,38 @@ inline void copy_row(const Plane& plane, const std::byte* from, std::byte* to) n
 }
 
 /// Side data of a page, shared with it and moved with its rows: scales, un-rotated keys, anything.
+///
+/// An entry may belong to several rows: `tokens_per_entry` slots of a page from a multiple of it on, or the whole page. Such
+/// an entry stays where it is. A row may move among the rows of its entry; a plan that moves it to another one is refused
+/// (`Status::planes_disagree`), since it would be read with another row's entry from then on. Pages can always be dropped.
 struct PagePlane {
   std::byte* base = nullptr;      ///< layer 0, page 0, head 0, slot 0
   std::int64_t layer_stride = 0;  ///< bytes
-  std::int64_t page_stride = 0;   ///< bytes
-  std::int64_t token_stride = 0;  ///< bytes; 0: one value for the whole page, never moved
+  std::int64_t page_stride = 0;   ///< bytes; 0 with `token_stride` 0: one value for all pages
+  std::int64_t token_stride = 0;  ///< bytes between entries of a page; 0: one for the whole page
   std::int64_t head_stride = 0;  ///< bytes; 0: common to all heads, so they must keep the same rows
-  std::int64_t row_bytes = 0;    ///< bytes that belong to one row
+  std::int64_t row_bytes = 0;    ///< bytes of an entry
   bool of_values = false;        ///< follows the V page ids where K and V have their own
+  std::int32_t tokens_per_entry = 1;  ///< slots that share an entry; unused with `token_stride` 0
 
-  /// First byte of a row's data.
-  [[nodiscard]] KVTRIM_HOST_DEVICE std::byte* row(LayerId l,
-                                                  PageId p,
-                                                  HeadId h,
-                                                  Slot s) const noexcept {
+  /// First byte of a row's entry.
+  [[nodiscard]] KVTRIM_HOST_DEVICE constexpr std::byte* row(LayerId l,
+                                                            PageId p,
+                                                            HeadId h,
+                                                            Slot s) const noexcept {
+    const std::int32_t entry = tokens_per_entry == 1 ? raw(s) : raw(s) / tokens_per_entry;
     return base + raw(l) * layer_stride + raw(p) * page_stride + raw(h) * head_stride +
-           raw(s) * token_stride;
+           entry * token_stride;
+  }
+
+  /// Whether all rows have one value in common: it fits them wherever they are.
+  [[nodiscard]] KVTRIM_HOST_DEVICE constexpr bool constant() const noexcept {
+    return token_stride == 0 && page_stride == 0;
+  }
+  /// Rows of a page that an entry belongs to.
+  [[nodiscard]] KVTRIM_HOST_DEVICE constexpr std::int32_t rows_per_entry(
+      std::int32_t page_size) const noexcept {
+    return token_stride == 0 ? page_size : tokens_per_entry;
   }
 };
 

@@ -21,6 +21,9 @@ struct TableUpdate {
   std::int32_t
       pages_before;  ///< entries the table had, reserved ones included; clear those beyond `k_pages`
   SequenceState state;  ///< live rows, positions and the row of the next append
+  /// Entry that each of `k_pages` had before, not below its own; -1: the page is new. An entry that stays keeps what else
+  /// stands in it (flag bits).
+  std::span<const std::int32_t> sources{};
 };
 
 namespace detail {

@@ -14,16 +14,16 @@ namespace kvtrim {
 enum class [[nodiscard]] Status : std::uint8_t {
   ok,  ///< done
   over_budget,  ///< valid plan, but rows that must stay (protected or shared) exceed the budget: they all stay
-  out_of_pages,      ///< fewer free pages than needed
-  stale_plan,        ///< the cache changed after the plan was made, or the plan was already applied
-  not_applied,       ///< commit before apply
-  unequal_budget,    ///< heads or layers of one page table would keep different counts
-  chunk_too_long,    ///< the chunk leaves no room for the policy's window
-  rows_unordered,    ///< pages can only be dropped where slot order is position order
-  shared_page,       ///< a shared page would have to be written (`SharedPages::leave`)
-  planes_disagree,   ///< heads keep different rows, but a side plane is common to them
-  no_such_sequence,  ///< the sequence does not exist or was destroyed
-  too_many_rows,     ///< more rows than the table of a sequence can hold
+  out_of_pages,     ///< fewer free pages than needed
+  stale_plan,       ///< the cache changed after the plan was made, or the plan was already applied
+  not_applied,      ///< commit before apply
+  unequal_budget,   ///< heads or layers of one page table would keep different counts
+  chunk_too_long,   ///< the chunk leaves no room for the policy's window
+  rows_unordered,   ///< pages can only be dropped where slot order is position order
+  shared_page,      ///< a shared page would have to be written (`SharedPages::leave`)
+  planes_disagree,  ///< a side plane cannot follow: it is common to heads that keep different rows, or to rows that part
+  no_such_sequence,     ///< the sequence does not exist or was destroyed
+  too_many_rows,        ///< more rows than the table of a sequence can hold
   too_many_sequences,   ///< `max_sequences` are alive
   workspace_too_small,  ///< smaller than `plan_workspace_bytes` requires
   bad_observation,  ///< what the policy needs (queries, scores, a score plane) is missing or has the wrong shape

@@ -67,11 +67,18 @@ class HeadMover {
     // Each plane has its own queue: its rows are two streams, whereas the rows of all planes at once would be many.
     CopyQueue keys;
     CopyQueue values;
-    for_each_move(kept, [&](RowPlace from, RowPlace to) {
-      push_row(keys, view_.k, from.k_page, from.slot, to.k_page, to.slot);
-      push_row(values, view_.v, from.v_page, from.slot, to.v_page, to.slot);
-    });
-    if (view_.unrotated_keys.base != nullptr) {
+    if (!view_.k) { return; }  // `plan` made sure that no row moves
+    if (moves_values(view_, head_.layer)) {
+      for_each_move(kept, [&](RowPlace from, RowPlace to) {
+        push_row(keys, view_.k, from.k_page, from.slot, to.k_page, to.slot);
+        push_row(values, view_.v, from.v_page, from.slot, to.v_page, to.slot);
+      });
+    } else {
+      for_each_move(kept, [&](RowPlace from, RowPlace to) {
+        push_row(keys, view_.k, from.k_page, from.slot, to.k_page, to.slot);
+      });
+    }
+    if (view_.unrotated_keys) {
       for_each_move(kept, [&](RowPlace from, RowPlace to) {
         push_row(keys, view_.unrotated_keys, from.k_page, from.slot, to.k_page, to.slot);
       });

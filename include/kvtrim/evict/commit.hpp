@@ -124,7 +124,8 @@ Report commit(const PlanRef& plan, const CacheView& view, S& sink) noexcept {
                             plan.k_pages(s, t),
                             plan.v_pages(s, t),
                             table.pages_before + table.reserved_before,
-                            detail::state_after(plan, table, view.state(s, l, h))});
+                            detail::state_after(plan, table, view.state(s, l, h)),
+                            plan.sources(s, t)});
   }
   if (any && report.status == Status::stale_plan) { report.status = plan.status(); }
   plan.for_each_evicting([&](SequenceId s, std::int32_t t) {
@@ -138,7 +139,7 @@ Report commit(const PlanRef& plan, const CacheView& view, S& sink) noexcept {
 }
 
 /// A ready-made `TableSink`: writes tables and lengths into an engine's dense arrays and collects the pages that became
-/// free.
+/// free. Entries that stay keep their flag bits (`PageTable::id_mask`); those of new pages have none.
 ///
 /// \par Allocation
 /// none: the caller provides the memory
@@ -163,9 +164,15 @@ class DenseTables {
     std::int32_t* const k =
         ids_ + view_.table.rows(u.sequence, u.layer, u.head) * view_.table.row_stride;
     std::int32_t* const v = k + view_.table.v_offset;
+    // Ascending, and no entry moves up: none is overwritten before it is read.
     for (std::size_t e = 0; e < static_cast<std::size_t>(u.pages_before); ++e) {
-      k[e] = id_of(e < u.k_pages.size() ? u.k_pages[e] : null_page);
-      v[e] = id_of(e < u.v_pages.size() ? u.v_pages[e] : null_page);
+      const bool used = e < u.k_pages.size();
+      const std::int32_t source = used && e < u.sources.size() ? u.sources[e] : -1;
+      KVTRIM_ASSERT(source < 0 || source >= static_cast<std::int32_t>(e));
+      const std::int32_t k_entry = entry_of(k, source, used ? u.k_pages[e] : null_page);
+      const std::int32_t v_entry = entry_of(v, source, used ? u.v_pages[e] : null_page);
+      k[e] = k_entry;
+      v[e] = v_entry;
     }
     if (lengths_ != nullptr) {
       lengths_[view_.length_rows(u.sequence, u.layer, u.head)] = u.state.live_rows;
@@ -190,7 +197,11 @@ class DenseTables {
   }
 
  private:
-  [[nodiscard]] std::int32_t id_of(PageId p) const noexcept {
+  // Entry `source` of the old table where it names page `p`; otherwise the bare id.
+  [[nodiscard]] std::int32_t entry_of(const std::int32_t* entries,
+                                      std::int32_t source,
+                                      PageId p) const noexcept {
+    if (source >= 0 && view_.table.page(entries[source]) == p) { return entries[source]; }
     return p == null_page ? view_.table.null_id : raw(p);
   }
 

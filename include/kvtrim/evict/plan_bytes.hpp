@@ -72,8 +72,9 @@ inline constexpr Status last_status = Status::torn;
            within(p.reserved_before, 0, max_pages - p.pages_before) &&
            within(p.reserved_after, 0, p.reserved_before) && within(p.released, 0, 2 * max_pages) &&
            within(p.shared_kept, 0, p.pages_after) && within(p.spare_pages, 0, p.pages_after) &&
-           std::ranges::all_of(plan.sources(s, t), [&](std::int32_t e) {
-             return within(e, -1, p.pages_before + p.reserved_before - 1) &&
+           std::ranges::all_of(plan.sources(s, t), [&, to = 0](std::int32_t e) mutable {
+             const bool moves_down = e < 0 || e >= to++;
+             return moves_down && within(e, -1, p.pages_before + p.reserved_before - 1) &&
                     (e >= 0 || !p.evicts || p.removal != Removal::drop_pages);
            });
   };

@@ -8,6 +8,7 @@
 #include <kvtrim/core/arena.hpp>
 #include <kvtrim/core/executor.hpp>
 #include <kvtrim/evict/detail/close.hpp>
+#include <kvtrim/evict/detail/follow.hpp>
 #include <kvtrim/evict/detail/open.hpp>
 #include <kvtrim/evict/detail/plan_draft.hpp>
 #include <kvtrim/evict/detail/score.hpp>
@@ -68,6 +69,9 @@ namespace detail::stage {
   if (draft.memory.header == nullptr) { return PlanRef(status); }
   PlanHeader& header = draft.header();
   if (usable(status) && !common_planes_agree(draft)) { status = Status::planes_disagree; }
+  if (usable(status)) {
+    if (const Status moves = moves_follow(draft); moves != Status::ok) { status = moves; }
+  }
   header.status = status;
   if (usable(status)) {
     for (const SelectScratch& worker : draft.memory.workers) { header.nan_count += worker.nan; }

@@ -49,7 +49,7 @@ class Rerotator {
   /// \param pristine  needed for `sinks_follow`
   /// \throws std::invalid_argument, saying why, if the keys cannot be rotated: RoPE kind not standard; dtype neither f32
   ///   nor, with `CacheView::unrotated_keys` or pristine sinks, f16 or bf16; rotary range beyond the head;
-  ///   number of frequencies not layers * dim / 2; no rope positions per KV head
+  ///   number of frequencies not the model's layers * dim / 2; no rope positions per KV head
   Rerotator(const CacheView& view, const Rope& rope, PositionMode mode, PristineSinks pristine = {})
       : rope_(rope), mode_(mode), pristine_(pristine) {
     if (mode == PositionMode::keep) { return; }
@@ -72,17 +72,19 @@ class Rerotator {
           rope.offset + rope.dim,
           view.k.head_dim);
     }
-    const auto expected = static_cast<std::size_t>(rope.dim / 2) *
-                          static_cast<std::size_t>(rope.same_for_all_layers ? 1 : view.layers);
+    check_values_stay(view, rope);
+    const auto expected =
+        static_cast<std::size_t>(rope.dim / 2) *
+        static_cast<std::size_t>(rope.same_for_all_layers ? 1 : view.layers_of_model());
     if (rope.inverse_frequencies.size() != expected) {
       throw_invalid_argument(
           "kvtrim::Rerotator: {} frequencies for {} layers of {} pairs: frequencies are per layer, "
           "or say same_for_all_layers",
           rope.inverse_frequencies.size(),
-          view.layers,
+          view.layers_of_model(),
           rope.dim / 2);
     }
-    source_ = mode == PositionMode::in_cache && view.unrotated_keys.base != nullptr;
+    source_ = mode == PositionMode::in_cache && static_cast<bool>(view.unrotated_keys);
     if (!readable(view.k.dtype)) {
       throw_invalid_argument(
           "kvtrim::Rerotator: keys of dtype {} cannot be rotated; use PositionMode::keep",
@@ -151,7 +153,7 @@ class Rerotator {
     }
     const std::size_t pairs = static_cast<std::size_t>(rope_.dim / 2);
     const std::size_t first =
-        rope_.same_for_all_layers ? 0 : pairs * static_cast<std::size_t>(raw(l));
+        rope_.same_for_all_layers ? 0 : pairs * static_cast<std::size_t>(raw(view.model_layer(l)));
     rotate_key(rope_, std::span(frequencies_).subspan(first, pairs), delta, key.data());
     store_row(view.k, at, key.data());
   }
@@ -172,6 +174,25 @@ class Rerotator {
     if (view.k.head_dim > max_head_dim) {
       throw_invalid_argument(
           "kvtrim::Rerotator: head_dim {} is above {}", view.k.head_dim, max_head_dim);
+    }
+  }
+
+  // Values that are part of a key must not turn with it.
+  static void check_values_stay(const CacheView& view, const Rope& rope) {
+    for (std::int32_t l = 0; l < view.layers; ++l) {
+      if (!detail::values_in_keys(view, LayerId{l})) { continue; }
+      const std::int64_t first = detail::value_offset(view, LayerId{l});
+      const std::int64_t element = element_bytes(view.k.dtype);
+      if (rope.offset * element < first + view.v.row_bytes() &&
+          first < (rope.offset + rope.dim) * element) {
+        throw_invalid_argument(
+            "kvtrim::Rerotator: rotary range [{}, {}) of the keys holds values: bytes {} to {} of "
+            "each row",
+            rope.offset,
+            rope.offset + rope.dim,
+            first,
+            first + view.v.row_bytes());
+      }
     }
   }
 

@@ -89,7 +89,7 @@ namespace detail {
 }
 }  // namespace detail
 
-/// One vector per (layer, KV head), fp32: QFilter's directions.
+/// One vector per (layer of the model, KV head), fp32: QFilter's directions.
 struct HeadVectors {
   const float* data = nullptr;    ///< layer 0, KV head 0; null: none
   std::int32_t dim = 0;           ///< elements of a vector
@@ -110,7 +110,7 @@ struct QueryStatistics {
   const float* covariance = nullptr;  ///< [sequences, layers, query_heads, dim, dim]; null: zero
   std::int32_t query_heads = 0;       ///< a multiple of the KV heads
   std::int32_t dim = 0;               ///< head dim of the queries
-  std::int32_t layers = 0;            ///< layers in the arrays; the view's layer 0 is the first
+  std::int32_t layers = 0;            ///< layers in the arrays: of the model, from its first on
   bool per_sequence = false;  ///< one array per sequence; false: one serves all (a calibration set)
 
   /// Whether they are present.
@@ -135,7 +135,7 @@ struct QueryStatistics {
 
 /// The attention's output projection, split by query head: W_O of head h maps a value to the residual stream.
 struct OutputProjection {
-  const float* data = nullptr;    ///< [layers, query_heads, value_dim, hidden], fp32; null: none
+  const float* data = nullptr;    ///< [layers of the model, query_heads, value_dim, hidden], fp32
   std::int32_t query_heads = 0;   ///< a multiple of the KV heads
   std::int32_t value_dim = 0;     ///< head dim of the values
   std::int32_t hidden = 0;        ///< width of the residual stream

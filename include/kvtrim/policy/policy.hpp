@@ -26,8 +26,8 @@ struct DemandInput {
   std::int32_t first_row = 0;  ///< rows of left padding, included when counting page borders
   std::int32_t budget =
       -1;           ///< budget given at run time (`Observation::budgets`); -1: the policy's own
-  LayerId layer{};  ///< layer of the view
-  std::int32_t layers = 1;  ///< layers of the view
+  LayerId layer{};  ///< layer of the model
+  std::int32_t layers = 1;  ///< layers of the model
 };
 
 /// How many rows stay, and which rows are not candidates.

@@ -16,8 +16,8 @@ namespace kvtrim {
 
 /// SnapKV with more rows in early layers than in deep ones.
 ///
-/// A view of all layers identifies the layer (`TableScope::layer` or `head`); an engine that evicts layer by layer sets
-/// `layers` and passes `pyramid().rows(live, layer)` as `Observation::budgets`.
+/// Which layer of how many it is, the view says: one of all layers (`TableScope::layer` or `head`), or one per layer with
+/// `CacheView::layer_offset` and `model_layers`. Both keep the same rows.
 ///
 /// \par Ties
 /// the lower position is kept. NaN: lowest, then by position
@@ -31,7 +31,6 @@ class PyramidKV {
   struct Params {
     SnapKVSelector<>::Params snapkv{};      ///< scores; its budget is the average over the layers
     std::int64_t beta = 20;                 ///< the deepest layer keeps 1/beta of the average
-    std::int64_t layers = 0;                ///< layers of the model; 0: those of the view
     PyramidForm form = PyramidForm::exact;  ///< whose arithmetic
   };
   static constexpr std::string_view name = "pyramidkv";
@@ -39,10 +38,9 @@ class PyramidKV {
   /// The paper's sizes, 1,024 rows on average.
   constexpr PyramidKV() : PyramidKV(Params{}) {}
 
-  /// \throws std::invalid_argument if beta is below 1 or layers below 0, either is beyond 31 bits, or as `SnapKVSelector`
+  /// \throws std::invalid_argument if beta is below 1 or beyond 31 bits, or as `SnapKVSelector`
   explicit constexpr PyramidKV(const Params& params) : params_(params), snapkv_(params.snapkv) {
-    detail::check_sizes("kvtrim::PyramidKV",
-                        detail::Sizes{{"beta", params.beta, 1}, {"layers", params.layers}});
+    detail::check_sizes("kvtrim::PyramidKV", detail::Sizes{{"beta", params.beta, 1}});
   }
 
   /// The parameters.
@@ -53,7 +51,7 @@ class PyramidKV {
     return {budget,
             static_cast<std::int32_t>(params_.snapkv.window + params_.snapkv.sinks),
             static_cast<std::int32_t>(params_.beta),
-            params_.layers > 0 ? static_cast<std::int32_t>(params_.layers) : std::max(1, layers),
+            std::max(1, layers),
             params_.form};
   }
 

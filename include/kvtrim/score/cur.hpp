@@ -45,8 +45,8 @@ class CurScorer {
   }
   /// `bad_observation` if what the form needs is not readable.
   [[nodiscard]] Status check(const CacheView& view, const Observation&) const noexcept {
-    const bool keys = params_.form == CurForm::values || readable(view.k.dtype);
-    const bool values = params_.form == CurForm::keys || readable(view.v.dtype);
+    const bool keys = params_.form == CurForm::values || readable(view.k);
+    const bool values = params_.form == CurForm::keys || readable(view.v);
     return keys && values ? Status::ok : Status::bad_observation;
   }
 

@@ -83,13 +83,15 @@ class ExpectedAttentionScorer {
     const QueryStatistics& q = obs.statistics;
     const Rope& rope = params_.rope;
     const std::int64_t frequencies =
-        static_cast<std::int64_t>(rope.same_for_all_layers ? 1 : view.layers) * (rope.dim / 2);
+        static_cast<std::int64_t>(rope.same_for_all_layers ? 1 : view.layers_of_model()) *
+        (rope.dim / 2);
     const bool rotates = rope.kind == RopeKind::standard && rope.dim >= 2 && rope.dim % 2 == 0 &&
                          rope.offset >= 0 && rope.dim <= view.k.head_dim - rope.offset &&
                          static_cast<std::int64_t>(rope.inverse_frequencies.size()) >= frequencies;
-    const bool fits = q && q.dim == view.k.head_dim && q.layers >= view.layers &&
+    const bool fits = q && q.dim == view.k.head_dim &&
+                      q.layers >= view.layer_offset + view.layers &&
                       q.query_heads >= view.kv_heads && q.query_heads % view.kv_heads == 0;
-    const bool read = readable(view.k.dtype) && (!params_.value_norm || readable(view.v.dtype));
+    const bool read = readable(view.k) && (!params_.value_norm || readable(view.v));
     return rotates && fits && read ? Status::ok : Status::bad_observation;
   }
 
@@ -208,7 +210,8 @@ class ExpectedAttentionScorer {
                          const QueryStatistics& statistics,
                          std::int32_t group,
                          const Layout& mem) const noexcept {
-    const auto [view, s, l, h] = head;
+    const auto [view, s, layer, h] = head;
+    const LayerId l = view.model_layer(layer);
     const std::int32_t first = head.state().next_rope_position;
     const std::int32_t dim = statistics.dim;
     const bool matrix = params_.covariance && statistics.covariance != nullptr;

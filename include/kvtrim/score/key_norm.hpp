@@ -34,7 +34,7 @@ class KeyNormScorer : public detail::RowByRow<KeyNormScorer> {
   }
   /// `bad_observation` if the keys are not readable.
   [[nodiscard]] Status check(const CacheView& view, const Observation&) const noexcept {
-    return readable(view.k.dtype) ? Status::ok : Status::bad_observation;
+    return readable(view.k) ? Status::ok : Status::bad_observation;
   }
 
   /// Writes the score of each live row from `first` on, as many as `out` has elements; a hole's is 0.

@@ -57,7 +57,7 @@ class LagKVScorer {
   }
   /// `bad_observation` if keys or values are not readable.
   [[nodiscard]] Status check(const CacheView& view, const Observation&) const noexcept {
-    return readable(view.k.dtype) && readable(view.v.dtype) ? Status::ok : Status::bad_observation;
+    return readable(view.k) && readable(view.v) ? Status::ok : Status::bad_observation;
   }
 
   /// Writes the score of each live row; a hole's is 0.

@@ -19,7 +19,7 @@ namespace kvtrim {
 /// Scores a row by minus the projection of its key onto the filter of its KV head, `Observation::filters`.
 ///
 /// \par Shapes
-/// keys [live rows, head_dim]; filters [layers, KV heads, head_dim], fp32; scores [live rows]
+/// keys [live rows, head_dim]; filters [layers of the model, KV heads, head_dim], fp32; scores [live rows]
 /// \par Ties
 /// none broken here. NaN: a key that is not finite scores NaN; with a filter that is not finite, all rows of its head do
 /// \par Complexity
@@ -38,7 +38,7 @@ class QFilterScorer : public detail::RowByRow<QFilterScorer> {
   /// `bad_observation` without filters, if the filters' dim is not that of the keys, or if the keys are not readable.
   [[nodiscard]] Status check(const CacheView& view, const Observation& obs) const noexcept {
     const bool fits = obs.filters && obs.filters.dim == view.k.head_dim;
-    return fits && readable(view.k.dtype) ? Status::ok : Status::bad_observation;
+    return fits && readable(view.k) ? Status::ok : Status::bad_observation;
   }
 
   /// Writes the score of each live row from `first` on, as many as `out` has elements; a hole's is 0.
@@ -52,8 +52,9 @@ class QFilterScorer : public detail::RowByRow<QFilterScorer> {
     const Layout mem = Layout::take(arena, dim);
     KVTRIM_ASSERT(arena.ok());
     Eigen::Map<Eigen::ArrayXd> filter(mem.filter.data(), dim);
-    filter =
-        Eigen::Map<const Eigen::ArrayXf>(obs.filters.of(head.layer, head.head), dim).cast<double>();
+    filter = Eigen::Map<const Eigen::ArrayXf>(
+                 obs.filters.of(head.view.model_layer(head.layer), head.head), dim)
+                 .cast<double>();
     detail::score_each_row(head, detail::Side::keys, first, mem.block, out, [&](const float* row) {
       const Eigen::Map<const Eigen::ArrayXf> key(row, dim);
       return -static_cast<float>((key.cast<double>() * filter).sum());

@@ -27,7 +27,7 @@ namespace detail {
 
 }  // namespace detail
 
-/// Scores a row by a number that looks random: a hash of (seed, layer, KV head, position), uniform over [0, 1).
+/// Scores a row by a number that looks random: a hash of (seed, layer of the model, KV head, position), uniform over [0, 1).
 ///
 /// Sequences of a batch, and forks, have equal scores at equal positions.
 ///
@@ -56,8 +56,8 @@ class RandomScorer : public detail::RowByRow<RandomScorer> {
                   std::int32_t first,
                   std::span<std::byte>,
                   std::span<float> out) const noexcept {
-    const std::uint64_t seed = detail::mixed(detail::mixed(params_.seed) ^
-                                             (static_cast<std::uint64_t>(raw(head.layer)) << 32U) ^
+    const auto layer = static_cast<std::uint64_t>(raw(head.view.model_layer(head.layer)));
+    const std::uint64_t seed = detail::mixed(detail::mixed(params_.seed) ^ (layer << 32U) ^
                                              static_cast<std::uint64_t>(raw(head.head)));
     const std::int32_t hole = head.state().append_row;
     for (std::size_t i = 0; i < out.size(); ++i) {

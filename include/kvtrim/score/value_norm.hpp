@@ -35,7 +35,7 @@ class ValueNormFactor : public detail::RowByRow<ValueNormFactor> {
   }
   /// `bad_observation` if the values are not readable.
   [[nodiscard]] Status check(const CacheView& view, const Observation&) const noexcept {
-    return readable(view.v.dtype) ? Status::ok : Status::bad_observation;
+    return readable(view.v) ? Status::ok : Status::bad_observation;
   }
 
   /// Writes the score of each live row from `first` on, as many as `out` has elements; a hole's is 0.

@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <numeric>
 #include <random>
@@ -19,7 +20,16 @@
 
 namespace kvtrim::test {
 
-enum class WorldLayout { nhd, hnd, packed, legacy, layer_bases };
+enum class WorldLayout {
+  nhd,
+  hnd,
+  packed,
+  legacy,
+  layer_bases,
+  latent,        // values are the first features of the keys
+  latent_bases,  // the same, layer by layer
+  keys_only,
+};
 
 struct WorldShape {
   WorldLayout layout = WorldLayout::nhd;
@@ -35,11 +45,13 @@ struct WorldShape {
   std::int32_t spare_pages = 0;
   bool positions = true;  // planes of positions and of sums, by KV head
   bool states = true;
-  bool shuffled = false;  // slot order is not position order
-  bool holes = false;     // a hole in every second sequence
-  bool padding = false;   // left padding in every second sequence
-  bool scales = false;    // a page plane of 6 bytes per row and head
+  bool shuffled = false;              // slot order is not position order
+  bool holes = false;                 // a hole in every second sequence
+  bool padding = false;               // left padding in every second sequence
+  bool scales = false;                // a page plane of 6 bytes per row and head
+  std::int32_t tokens_per_scale = 1;  // rows of a page that have a scale in common; 0: all
   bool separate_values = false;
+  bool flags = false;  // a bit beside the id of every second entry
   std::uint32_t seed = 1;
 };
 
@@ -119,6 +131,9 @@ class World {
         }
       }
     }
+    for (std::size_t e = 0; shape.flags && e < host_.ids.size(); e += 2) {
+      if (host_.ids[e] >= 0) { host_.ids[e] |= std::numeric_limits<std::int32_t>::min(); }
+    }
     // Positions ascend by row, or are shuffled, and skip the hole.
     for (std::int32_t s = 0; s < shape.sequences; ++s) {
       for (std::int32_t l = 0; l < shape.layers; ++l) {
@@ -139,8 +154,10 @@ class World {
       }
     }
     host_.page_planes.resize(shape.scales ? 1 : 0);
-    host_.layer_bases.resize(
-        shape.layout == WorldLayout::layer_bases ? static_cast<std::size_t>(2 * shape.layers) : 0);
+    host_.layer_bases.resize(shape.layout == WorldLayout::layer_bases ||
+                                     shape.layout == WorldLayout::latent_bases
+                                 ? static_cast<std::size_t>(2 * shape.layers)
+                                 : 0);
     device_ = std::make_unique<Device>(*this);
     fill_pointers(host_, host_.pool.data(), host_.scales.data());
     WorldArrays<HostArray> pointers;
@@ -227,6 +244,11 @@ class World {
       p.page_stride = p.token_stride * shape_.page_size;
       p.layer_stride = p.page_stride * pages_;
       p.of_values = true;
+      if (shape_.tokens_per_scale == 0) {
+        p.token_stride = 0;
+      } else {
+        p.tokens_per_entry = shape_.tokens_per_scale;
+      }
     }
   }
 
@@ -256,6 +278,15 @@ class World {
         v.k = Plane::vllm_packed_keys(pool, k);
         v.v = Plane::transposed(pool + half(), values);
         break;
+      case WorldLayout::latent:
+      case WorldLayout::latent_bases:
+        v.k = Plane::nhd(pool, k);
+        v.v = v.k;
+        v.v.head_dim = shape_.v_dim;
+        break;
+      case WorldLayout::keys_only:
+        v.k = Plane::nhd(pool, k);
+        break;
       case WorldLayout::packed: {
         v.k = Plane::nhd(pool, k);
         const std::int64_t row =
@@ -275,8 +306,12 @@ class World {
       v.k.layer_bases = a.layer_bases.data();
       v.v.layer_bases = a.layer_bases.data() + shape_.layers;
     }
+    if (shape_.layout == WorldLayout::latent_bases) {
+      v.k.layer_bases = v.v.layer_bases = a.layer_bases.data();
+    }
     const std::int32_t tables = v.tables_per_sequence();
     v.table.ids = a.ids.data();
+    if (shape_.flags) { v.table.id_mask = std::numeric_limits<std::int32_t>::max(); }
     v.table.max_pages = shape_.max_pages;
     v.table.row_stride = shape_.max_pages * (shape_.separate_values ? 2 : 1);
     v.table.v_offset = shape_.separate_values ? shape_.max_pages : 0;

@@ -24,9 +24,10 @@ struct ByScore {
   std::int32_t keep = 0;
   Protection protection{};
   Removal way = Removal::stable_pack;
+  std::int32_t by_layer = 0;  // more rows in each further layer of the model
 
   [[nodiscard]] constexpr Demand demand(const DemandInput& in) const noexcept {
-    return {in.budget >= 0 ? in.budget : std::min(keep, in.live),
+    return {in.budget >= 0 ? in.budget : std::min(keep + by_layer * raw(in.layer), in.live),
             protection,
             protection.recent,
             Status::ok};

@@ -12,6 +12,7 @@
 #include "cuda/evict/device_world.hpp"
 #include "cuda/evict/host_reference.hpp"
 
+#include <algorithm>
 #include <memory>
 #include <string>
 #include <vector>
@@ -66,15 +67,18 @@ template <class P>
 void same(World& world,
           const P& policy,
           Removal removal = Removal::automatic,
-          bool given_scores = false) {
+          bool given_scores = false,
+          std::int32_t layer_offset = 0) {
   Observation obs;
   cuda::DeviceObservation device_obs;
   if (given_scores) {
     obs.scores = world.host_view().score_sums;
     device_obs.scores = world.device_view().score_sums;
   }
-  const CacheView host = world.host_view();
-  const CacheView device = world.device_view();
+  CacheView host = world.host_view();
+  CacheView device = world.device_view();
+  host.layer_offset = device.layer_offset = layer_offset;
+  host.model_layers = device.model_layers = layer_offset == 0 ? 0 : layer_offset + host.layers + 1;
   Plan wanted = kvtrim::test::host_plan(policy, host, obs, removal);
   const PlanRef want = wanted.ref();
 
@@ -183,6 +187,228 @@ TEST_CASE("cuda::plan: ready-made scores, in every layout", "[cuda][parity]") {
   CAPTURE(static_cast<int>(shape.layout), static_cast<int>(removal));
   World world(shape);
   same(world, kvtrim::test::ByScore{11, {2, 4}, Removal::stable_pack}, removal, true);
+}
+
+TEST_CASE("C08 cuda::plan: values that are part of the keys move once, and none at all are none",
+          "[cuda][parity][fault]") {
+  WorldShape shape;
+  shape.layout = GENERATE(WorldLayout::latent, WorldLayout::latent_bases, WorldLayout::keys_only);
+  shape.v_dim = GENERATE(8, 7);
+  shape.scales = true;
+  const Removal removal =
+      GENERATE(Removal::stable_pack, Removal::fill_holes, Removal::overwrite_slot);
+  CAPTURE(static_cast<int>(shape.layout), shape.v_dim, static_cast<int>(removal));
+  World world(shape);
+  same(world,
+       kvtrim::test::ByScore{
+           removal == Removal::overwrite_slot ? 31 : 11, {2, 4}, Removal::stable_pack},
+       removal,
+       true);
+}
+
+TEST_CASE("C08 cuda::plan: keys and values that overlap, or no keys, are refused before any launch",
+          "[cuda][fault]") {
+  WorldShape shape;
+  shape.layout = WorldLayout::latent;
+  shape.v_dim = 8;
+  World world(shape);
+  const HeavyHitter policy({.heavy = 4, .recent = 2});
+  DeviceSide side(world, policy);
+  const CacheView sound = world.device_view();
+  ok(cuda::plan(policy, sound, {}, side.workspace, nullptr));
+  const auto refused = [&](auto&& change) {
+    CacheView view = sound;
+    change(view);
+    return cuda::plan(policy, view, {}, side.workspace, nullptr) == cudaErrorInvalidValue &&
+           cuda::apply(side.workspace, view, nullptr) == cudaErrorInvalidValue;
+  };
+  CHECK(refused([](CacheView& v) { v.v.base += 20; }));  // two features are beyond the row
+  CHECK(refused([](CacheView& v) { v.v.layer_stride *= 2; }));
+  CHECK(refused([](CacheView& v) { v.unrotated_keys = v.k; }));
+  CHECK(refused([](CacheView& v) { v.k.page_stride -= 2, v.v.page_stride -= 2; }));
+  CHECK(refused([](CacheView& v) { v.k = v.v = {}; }));
+  ok(kvtrim::test::finish());
+  CHECK(world.difference() == "");
+}
+
+TEST_CASE("C09 cuda::plan: what the host refuses of a layout, the device refuses before it moves",
+          "[cuda][fault]") {
+  WorldShape shape;
+  shape.layout = GENERATE(WorldLayout::nhd, WorldLayout::layer_bases);
+  shape.scales = true;
+  shape.layers = 3;
+  World world(shape);
+  const HeavyHitter policy({.heavy = 4, .recent = 2});
+  DeviceSide side(world, policy);
+  const CacheView sound = world.device_view();
+  const bool by_bases = shape.layout == WorldLayout::layer_bases;
+  const auto refused_at_once = [&](auto&& change) {
+    CacheView view = sound;
+    change(view);
+    return cuda::plan(policy, view, {}, side.workspace, nullptr) == cudaErrorInvalidValue;
+  };
+  CHECK(refused_at_once(
+      [](CacheView& v) { v.unrotated_keys = v.k, v.unrotated_keys.head_stride = 0; }));
+  CHECK(refused_at_once([](CacheView& v) { v.rope_positions = v.positions; }));
+  CHECK(refused_at_once([](CacheView& v) { v.positions.sequence_stride = 0; }));
+  CHECK(refused_at_once([](CacheView& v) { v.score_sums.row_stride = 2; }));
+  CHECK(refused_at_once([](CacheView& v) { v.score_sums.element_bytes = 8; }));
+  if (!by_bases) {
+    CHECK(refused_at_once([](CacheView& v) { v.v.layer_stride = 0; }));
+    CHECK(refused_at_once([](CacheView& v) { v.k.page_stride /= 2; }));
+  }
+  // What lies on the device.
+  const auto status = [&](auto&& change, std::vector<SequencePlane> more = {}) {
+    auto planes = world.device().page_planes.download();
+    auto bases = world.device().layer_bases.download();
+    const auto sound_planes = planes;
+    const auto sound_bases = bases;
+    change(planes[0], bases);
+    world.device().page_planes.upload(planes);
+    world.device().layer_bases.upload(bases);
+    CacheView view = sound;
+    const DeviceBuffer<SequencePlane> device_more(more, "more planes");
+    view.more_planes = device_more.data();
+    view.more_plane_count = static_cast<std::int32_t>(more.size());
+    ok(cuda::plan(policy, view, {}, side.workspace, nullptr));
+    const Status found = side.report().status;
+    if (found != Status::ok) { ok(cuda::apply(side.workspace, view, nullptr)); }
+    ok(kvtrim::test::finish());
+    world.device().page_planes.upload(sound_planes);
+    world.device().layer_bases.upload(sound_bases);
+    return to_string(found);
+  };
+  using Bases = std::vector<std::byte*>;
+  CHECK(status([](PagePlane&, Bases&) {}) == "ok");
+  CHECK(status([](PagePlane& p, Bases&) { p.head_stride = 5; }) == "bad_observation");
+  CHECK(status([](PagePlane& p, Bases&) { p.row_bytes = 0; }) == "bad_observation");
+  CHECK(status([](PagePlane& p, Bases&) { p.page_stride -= 1; }) == "bad_observation");
+  CHECK(status([](PagePlane& p, Bases&) { p.base = nullptr; }) == "bad_observation");
+  CHECK(status([&](PagePlane& p, Bases&) { p.base = world.device().pool.data(); }) ==
+        "bad_observation");
+  SequencePlane more = sound.score_sums;
+  CHECK(status([](PagePlane&, Bases&) {}, {more}) == "bad_observation");
+  DeviceBuffer<float> memory(world.host().sums.size(), "more sums");
+  more.base = reinterpret_cast<std::byte*>(memory.data());
+  CHECK(status([](PagePlane&, Bases&) {}, {more}) == "ok");
+  CHECK(status([](PagePlane&, Bases&) {}, {more, more}) == "bad_observation");
+  more.row_stride = 0;
+  CHECK(status([](PagePlane&, Bases&) {}, {more}) == "bad_observation");
+  if (by_bases) {
+    CHECK(status([](PagePlane&, Bases& b) { b[2] = b[0]; }) == "bad_observation");  // keys
+    CHECK(status([](PagePlane&, Bases& b) { b[5] = b[3]; }) == "bad_observation");  // values
+    CHECK(status([](PagePlane&, Bases& b) { b[4] = b[2]; }) == "bad_observation");  // both
+    CHECK(status([](PagePlane&, Bases& b) { b[1] += 16; }) == "bad_observation");
+    CHECK(status([](PagePlane&, Bases& b) { b[3] = b[0], b[4] = b[1], b[5] = b[2]; }) ==
+          "bad_observation");  // values are the keys, by an array of their own
+  }
+  CHECK(world.difference() == "");
+}
+
+TEST_CASE(
+    "C07 cuda::plan: rows stay with an entry that they share, or the plan is refused as the host's",
+    "[cuda][parity][fault]") {
+  WorldShape shape;
+  shape.scales = true;
+  shape.tokens_per_scale = GENERATE(0, 2, 4);
+  shape.padding = GENERATE(false, true);
+  shape.separate_values = shape.padding;
+  const Removal removal = GENERATE(
+      Removal::stable_pack, Removal::fill_holes, Removal::overwrite_slot, Removal::drop_pages);
+  const std::int32_t keep = removal == Removal::overwrite_slot ? 31 : GENERATE(11, 30);
+  CAPTURE(shape.tokens_per_scale, shape.padding, static_cast<int>(removal), keep);
+  World world(shape);
+  same(world, kvtrim::test::ByScore{keep, {2, 4}, Removal::stable_pack}, removal, true);
+}
+
+TEST_CASE("C07 cuda::plan: moves inside an entry's rows are legal, others are not",
+          "[cuda][parity][fault]") {
+  WorldShape shape;
+  shape.sequences = 1;
+  shape.kv_heads = shape.layers = 1;
+  shape.page_size = shape.max_pages = 4;
+  shape.scales = true;
+  shape.tokens_per_scale = GENERATE(0, 2);
+  // The last row but one goes, or the last but two, or one of the page before it.
+  const std::int32_t gone = GENERATE(14, 13, 11);
+  const Removal removal = GENERATE(Removal::stable_pack, Removal::fill_holes);
+  CAPTURE(shape.tokens_per_scale, gone, static_cast<int>(removal));
+  World world(shape);
+  auto& sums = world.host().sums;
+  for (std::size_t r = 0; r < sums.size(); ++r) {
+    sums[r] = static_cast<std::int32_t>(r) == gone ? 0.0F : 1.0F;
+  }
+  world.device().sums.upload(sums);
+  const kvtrim::test::ByScore policy{15, {0, 0}, Removal::stable_pack};
+  Observation obs;
+  obs.scores = world.host_view().score_sums;
+  const Plan plan = kvtrim::test::host_plan(policy, world.host_view(), obs, removal);
+  const bool legal = gone == 14 || (gone == 13 && shape.tokens_per_scale == 0);
+  CHECK(to_string(plan.view().status()) == (legal ? "ok" : "planes_disagree"));
+  same(world, policy, removal, true);
+}
+
+TEST_CASE("C07 cuda::plan: an entry that is no whole part of a page is refused, so is a way out",
+          "[cuda][fault]") {
+  WorldShape shape;
+  shape.scales = true;
+  shape.spare_pages = 40;
+  shape.tokens_per_scale = GENERATE(5, 4);
+  World world(shape);
+  const HeavyHitter policy({.heavy = 6, .recent = 3, .removal = Removal::stable_pack});
+  DeviceSide side(world, policy);
+  const DeviceBuffer<std::int32_t> spares(world.spares(), "spare pages");
+  const DeviceBuffer<std::int32_t> there(std::vector<std::int32_t>{40}, "spare count");
+  cuda::DevicePlanOptions options;
+  options.out_of_place = true;
+  options.spare_pages = spares.data();
+  options.spare_count = there.data();
+  const CacheView device = world.device_view();
+  ok(cuda::plan(policy, device, {}, side.workspace, nullptr, options));
+  ok(cuda::apply(side.workspace, device, nullptr));
+  CHECK(to_string(side.report().status) ==
+        (shape.tokens_per_scale == 5 ? "bad_observation" : "planes_disagree"));
+  CHECK(world.difference() == "");
+}
+
+TEST_CASE(
+    "C12 cuda::plan: a policy is told the model's layer, and layers it does not have are refused",
+    "[cuda][parity][fault]") {
+  WorldShape shape;
+  shape.scope = TableScope::layer;
+  shape.layers = 3;
+  World world(shape);
+  CacheView view = world.device_view();
+  view.layer_offset = 2;
+  view.model_layers = 4;
+  {
+    const HeavyHitter policy({.heavy = 4, .recent = 2});
+    DeviceSide side(world, policy);
+    CHECK(cuda::plan(policy, view, {}, side.workspace, nullptr) == cudaErrorInvalidValue);
+    CHECK(cuda::apply(side.workspace, view, nullptr) == cudaErrorInvalidValue);
+  }
+  const std::int32_t offset = GENERATE(0, 2);
+  same(world,
+       kvtrim::test::ByScore{8, {2, 4}, Removal::stable_pack, 3},
+       Removal::automatic,
+       true,
+       offset);
+}
+
+TEST_CASE("C15 cuda::commit: entries that stay keep their flag bits", "[cuda][parity][fault]") {
+  WorldShape shape;
+  shape.flags = true;
+  shape.separate_values = GENERATE(false, true);
+  shape.padding = GENERATE(false, true);
+  shape.max_pages = GENERATE(8, 300);  // more than a block has threads
+  shape.sequences = shape.max_pages == 8 ? 3 : 1;
+  shape.page_size = shape.max_pages == 8 ? 4 : 2;
+  const Removal removal = GENERATE(Removal::drop_pages, Removal::stable_pack);
+  World world(shape);
+  const std::int32_t keep = shape.max_pages;
+  same(world, kvtrim::test::ByScore{keep, {2, 4}, Removal::stable_pack}, removal, true);
+  const auto& ids = world.host().ids;
+  CHECK(std::count_if(ids.begin(), ids.end(), [](std::int32_t e) { return e < -1; }) > 0);
 }
 
 TEST_CASE("cuda::plan: rows of any size, aligned or not", "[cuda][parity]") {

@@ -93,7 +93,6 @@ class World {
     CacheView v;
     v.k = plane;
     v.k.base = k + o.skew * 4;
-    v.v = v.k;
     if (o.unrotated) {
       v.unrotated_keys = plane;
       v.unrotated_keys.base = source;
@@ -304,6 +303,10 @@ TEST_CASE("cuda rerotate: what cannot be rotated well is refused before any laun
   CHECK(refused([](Call& c) { c.view.k.dtype = DType::bf16; }));
   CHECK(refused([](Call& c) { c.view.k.dtype = DType::f8e4m3; }));
   CHECK(refused([](Call& c) { c.view.k.base += 2; }));
+  CHECK(refused([](Call& c) {  // the first four features of a key are its value
+    c.view.v = c.view.k;
+    c.view.v.head_dim = 4;
+  }));
   CHECK(refused([](Call& c) { c.mode = PositionMode::sinks_follow; }));
   CHECK(refused([](Call& c) { c.view.rope_positions = {}; }));
   CHECK(refused([](Call& c) { c.view.rope_positions.head_stride = 0; }));

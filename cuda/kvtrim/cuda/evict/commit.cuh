@@ -42,15 +42,27 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(table_threads)
     __syncthreads();  // thread 0 writes what `state` reads
     std::int32_t* const k = out.ids + view.table.rows(s, l, h) * view.table.row_stride;
     const std::int32_t* const k_pages = plan.pages_of(i);
-    for (std::int32_t e = static_cast<std::int32_t>(threadIdx.x); e < table.pages_before;
-         e += table_threads) {
+    const std::int32_t* const sources = plan.sources + i * plan.max_pages;
+    // An entry that stays keeps its flag bits. None moves up, so a tile that was read may be overwritten.
+    for (std::int32_t base = 0; base < table.pages_before; base += table_threads) {
+      const std::int32_t e = base + static_cast<std::int32_t>(threadIdx.x);
       const bool used = e < table.pages_after;
-      const std::int32_t k_id = used ? k_pages[e] : raw(null_page);
-      const std::int32_t v_id = used ? k_pages[plan.max_pages + e] : raw(null_page);
-      if (view.table.v_offset != 0) {
-        k[e + view.table.v_offset] = v_id == raw(null_page) ? view.table.null_id : v_id;
+      const std::int32_t source = used ? sources[e] : -1;
+      const auto entry_of = [&](std::int64_t offset, std::int32_t id) {
+        const std::int32_t old = source >= 0 ? k[source + offset] : view.table.null_id;
+        return source >= 0 && raw(view.table.page(old)) == id ? old
+               : id == raw(null_page)                         ? view.table.null_id
+                                                              : id;
+      };
+      const std::int32_t k_entry = entry_of(0, used ? k_pages[e] : raw(null_page));
+      const std::int32_t v_entry =
+          entry_of(view.table.v_offset, used ? k_pages[plan.max_pages + e] : raw(null_page));
+      __syncthreads();
+      if (e < table.pages_before) {
+        if (view.table.v_offset != 0) { k[e + view.table.v_offset] = v_entry; }
+        k[e] = k_entry;
       }
-      k[e] = k_id == raw(null_page) ? view.table.null_id : k_id;
+      __syncthreads();
     }
     if (threadIdx.x == 0) {
       if (out.lengths != nullptr) { out.lengths[view.length_rows(s, l, h)] = table.live_after; }
@@ -99,7 +111,7 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(table_threads)
 
 }  // namespace detail
 
-/// Stores the tables, lengths and states of an applied plan, and drops the references of the pages it releases.
+/// Stores the tables, lengths and states of an applied plan (entries that stay keep their flag bits), and drops the references of the pages it releases.
 ///
 /// Nothing is written if the plan was not applied, or if the view has changed or was committed since: then the report's
 /// status is `not_applied` or `stale_plan`, and `freed_count` is 0.

@@ -3,7 +3,7 @@
 
 // The host's `plan`, on the device: the specification is kvtrim::plan. Equal scores give equal kept rows, bit for bit.
 //
-// Kernels in order: clear, check (what the tables say is never trusted), open (the policy's demand), the scorer's, the
+// Kernels in order: clear, check (what the tables say is never trusted), layout (where planes lie on the device), open (the policy's demand), the scorer's, the
 // selection's, close (pages, moves and costs of a table), finish (totals), lists (released ids, spare pages). Each returns at
 // once if a fault was found or nothing goes. Paths depend on bounds alone, so all of it can be captured into a graph.
 //
@@ -16,6 +16,7 @@
 #include <kvtrim/cache/move.hpp>
 #include <kvtrim/core/removal.hpp>
 #include <kvtrim/cuda/detail/device.hpp>
+#include <kvtrim/cuda/evict/detail/layout.cuh>
 #include <kvtrim/cuda/evict/detail/row_plane.cuh>
 #include <kvtrim/cuda/evict/device_plan.cuh>
 #include <kvtrim/cuda/evict/device_scorer.cuh>
@@ -183,6 +184,8 @@ KVTRIM_DEVICE Demand demand_of(const P& policy,
   in.page_size = view.page_size;
   in.first_row = view.first_row(s);
   in.budget = input.budgets == nullptr ? -1 : input.budgets[input.budget_rows(s, l, h)];
+  in.layer = view.model_layer(l);
+  in.layers = view.layers_of_model();
   Demand demand = policy.demand(in);
   if (demand.keep >= in.live) { return demand; }
   const std::int32_t fixed = in.live - candidates(demand.protection, in.live).count();
@@ -353,6 +356,24 @@ struct ClosingTable {
   }
 };
 
+/// Whether row `from` has, at place `to`, another entry of a page plane whose entries belong to several rows.
+KVTRIM_DEVICE bool leaves_entry(const CacheView& view,
+                                std::int32_t first_row,
+                                std::int32_t from,
+                                std::int32_t to) {
+  const std::int32_t a = from + first_row;
+  const std::int32_t b = to + first_row;
+  const bool same_page = a / view.page_size == b / view.page_size;
+  bool leaves = false;
+  for (int i = 0; i < view.page_plane_count; ++i) {
+    const PagePlane p = view.page_planes[i];
+    const std::int32_t each = p.rows_per_entry(view.page_size);
+    leaves = leaves || (kvtrim::detail::ties_rows(view, p) &&
+                        !(same_page && a % view.page_size / each == b % view.page_size / each));
+  }
+  return leaves;
+}
+
 /// Closes the table up to whole pages.
 KVTRIM_DEVICE Status close_drop(const ClosingTable& at,
                                 TablePlan& table,
@@ -499,15 +520,18 @@ KVTRIM_DEVICE Status close_overwrite(const ClosingTable& at,
     slot = at.shared.slot;
   }
   bool moves = false;
+  bool parts = false;
   for (std::int32_t i = thread; i < at.heads; i += table_threads) {
     HeadPlan head;
     head.evicted = 1;
     head.victim = at.plan.rows_of(at.head_index(i))[task.keep];
     head.moved = head.victim == slot ? 0 : 1;
     moves = moves || head.moved != 0;
+    parts = parts || (head.moved != 0 && leaves_entry(view, table.first_row, slot, head.victim));
     at.plan.head_plans[at.head_index(i)] = head;
   }
   moves = __syncthreads_or(moves) != 0;
+  if (__syncthreads_or(parts) != 0) { return Status::planes_disagree; }
   table.live_after = table.live_before - 1;
   table.ordered_after = table.ordered_after && !moves;
   table.append_row = slot == table.extent_before - 1 ? -1 : slot;
@@ -535,6 +559,7 @@ KVTRIM_DEVICE Status close_pack(const ClosingTable& at,
                                 TablePlan& table,
                                 const SelectTask& task,
                                 bool common,
+                                bool ties,
                                 bool out_of_place) {
   const std::int32_t thread = static_cast<std::int32_t>(threadIdx.x);
   const CacheView& view = at.view;
@@ -580,6 +605,18 @@ KVTRIM_DEVICE Status close_pack(const ClosingTable& at,
     }
   }
   if (__syncthreads_or(writes_shared) != 0) { return Status::shared_page; }
+  if (ties && moves) {
+    bool parts = out_of_place;  // into other pages
+    for (std::int32_t i = 0; i < at.heads && !parts; ++i) {
+      const std::int32_t* const rows = at.plan.rows_of(at.head_index(i));
+      const auto moved = static_cast<std::int32_t>(at.plan.head_plans[at.head_index(i)].moved);
+      for (std::int32_t k = thread; k < moved && !parts; k += table_threads) {
+        const std::int32_t to = fills ? rows[kept + k] : kept - moved + k;
+        parts = leaves_entry(view, table.first_row, rows[kept - moved + k], to);
+      }
+    }
+    if (__syncthreads_or(parts) != 0) { return Status::planes_disagree; }
+  }
   table.ordered_after = table.ordered_after && !(fills && moves);
   keep_leading_pages(at, table, out_of_place ? padding : table.pages_after);
   return Status::ok;
@@ -637,10 +674,12 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(table_threads, 2)
       common = common || (p && ((p.head_stride == 0 && view.kv_heads > 1) ||
                                 (p.layer_stride == 0 && view.layers > 1)));
     }
+    bool ties = false;
     for (int k = 0; k < view.page_plane_count; ++k) {
       const PagePlane& p = view.page_planes[k];
+      ties = ties || kvtrim::detail::ties_rows(view, p);
       common =
-          common || (p.token_stride != 0 &&
+          common || (kvtrim::detail::has_row_entries(view, p) &&
                      ((p.head_stride == 0 && view.scope != TableScope::head && view.kv_heads > 1) ||
                       (p.layer_stride == 0 && view.scope == TableScope::group && view.layers > 1)));
     }
@@ -653,7 +692,7 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(table_threads, 2)
     } else if (table.removal == Removal::overwrite_slot) {
       closed = close_overwrite(at, table, task, common);
     } else {
-      closed = close_pack(at, table, task, common, out_of_place);
+      closed = close_pack(at, table, task, common, ties, out_of_place);
     }
     if (usable(status) && closed != Status::ok) { status = closed; }
     table.status = status;
@@ -861,7 +900,7 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(table_threads)
          view.pages <= shape.pages && shape.max_rows >= 1 && view.table.ids != nullptr &&
          (view.lengths != nullptr || view.last_page_len != nullptr || view.states != nullptr) &&
          view.reserved_pages == nullptr && view.generations == nullptr &&  // not yet on the device
-         row_planes(view).count > 0;
+         view.is_of_model() && row_planes(view).count > 0 && layout_fits(view);
 }
 
 /// Bytes that the layer bases must be multiples of.
@@ -893,9 +932,10 @@ template <Policy P>
 /// \param obs        what the policy's scorer needs, budgets, or ready-made scores; on the device
 /// \param workspace  where the plan will lie: `device_plan(workspace)`
 /// \param options    way of removal; spare pages of an out-of-place plan
-/// \returns `cudaErrorInvalidValue` before any launch for a misaligned plane, a view that does not fit the shape, a missing
-///   input or a workspace that is too small; otherwise the launches' status. What lies on the device (ids, lengths,
-///   budgets) is checked there: a fault is reported in `DeviceReport::status`, and `apply` then writes nothing
+/// \returns `cudaErrorInvalidValue` before any launch for a misaligned plane, planes that overlap or lack a stride, a view
+///   without keys or one that does not fit the shape, a missing input or a workspace that is too small; otherwise the
+///   launches' status. What lies on the device (ids, lengths, budgets, layer bases, arrays of planes) is checked there: a
+///   fault is reported in `DeviceReport::status`, and `apply` then writes nothing
 /// \par Ties
 /// the lower position is kept. NaN is the lowest class, counted in the report
 /// \par Complexity
@@ -953,6 +993,8 @@ template <Policy P>
              made);
   if (e != cudaSuccess) { return e; }
   e = launch(check_kernel<>, tables, threads, 0, stream, view, made, layer_base_unit(view), false);
+  if (e != cudaSuccess) { return e; }
+  e = check_device_layout(view, made, stream);
   if (e != cudaSuccess) { return e; }
   e = launch(open_kernel<P>,
              dim3(bounded_grid(made.heads() / table_threads + 1)),

@@ -29,6 +29,8 @@ template <Policy P>
   const std::size_t keys = keys_fit(bounds) ? static_cast<std::size_t>(bounds.max_rows) * 4 : 0;
   const cudaError_t all[] = {load(clear_kernel<>),
                              load(check_kernel<>),
+                             load(layout_kernel<>),
+                             load(more_planes_kernel<>),
                              load(open_kernel<P>),
                              load(select_kernel<true>, keys),
                              load(select_kernel<false>),

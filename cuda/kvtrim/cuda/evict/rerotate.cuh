@@ -7,6 +7,7 @@
 
 #include <kvtrim/cache/cache_view.hpp>
 #include <kvtrim/cuda/detail/device.hpp>
+#include <kvtrim/cuda/evict/detail/row_plane.cuh>
 #include <kvtrim/cuda/observe/detail/key_tiles.cuh>
 #include <kvtrim/evict/rerotate.hpp>
 
@@ -17,7 +18,7 @@ namespace kvtrim::cuda {
 
 /// A model's RoPE with its frequencies on the device; the fields of `Rope`.
 struct DeviceRope {
-  const double* inverse_frequencies = nullptr;  ///< [layers, dim / 2], or [dim / 2]
+  const double* inverse_frequencies = nullptr;  ///< [layers of the model, dim / 2], or [dim / 2]
   std::int32_t dim = 0;                         ///< rotated features; even
   std::int32_t offset = 0;                      ///< first rotated feature
   RopePairs pairs = RopePairs::half_split;      ///< which features are rotated together
@@ -84,7 +85,8 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(Threads) rerotate_kernel(RerotateArgs a) {
        i += static_cast<std::int32_t>(gridDim.x)) {
     const KeyTile tile = tile_at(a.view, a.tiles, i);
     const double* const frequencies =
-        a.rope.inverse_frequencies + (a.rope.same_for_all_layers ? 0 : raw(tile.layer) * half);
+        a.rope.inverse_frequencies +
+        (a.rope.same_for_all_layers ? 0 : raw(a.view.model_layer(tile.layer)) * half);
     for (std::int32_t k = warp; k < a.tiles.keys; k += Threads / 32) {
       const std::int32_t row = tile.first + k;
       if (!tile.holds(row)) { continue; }
@@ -186,6 +188,16 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(Threads) rerotate_kernel(RerotateArgs a) {
          rope.offset % 4 == 0 && step % 4 == 0;
 }
 
+/// Whether values are part of the features that turn.
+[[nodiscard]] inline bool turns_values(const CacheView& view, const DeviceRope& rope) noexcept {
+  if (!values_in_keys(view)) { return false; }
+  const std::int64_t first =
+      view.k.layer_bases != nullptr ? 0 : kvtrim::detail::value_offset(view, LayerId{0});
+  const std::int64_t element = element_bytes(view.k.dtype);
+  return rope.offset * element < first + view.v.row_bytes() &&
+         first < (rope.offset + rope.dim) * element;
+}
+
 }  // namespace detail
 
 /// Working space of `rerotate`: the list of tiles, 4 bytes per table.
@@ -224,7 +236,7 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(Threads) rerotate_kernel(RerotateArgs a) {
                                           cudaStream_t stream) noexcept {
   using namespace detail;
   if (mode == PositionMode::keep) { return cudaSuccess; }
-  const bool source = mode == PositionMode::in_cache && view.unrotated_keys.base != nullptr;
+  const bool source = mode == PositionMode::in_cache && static_cast<bool>(view.unrotated_keys);
   const Plane& k = view.k;
   const auto element = static_cast<std::size_t>(element_bytes(k.dtype));
   if (rope.kind != RopeKind::standard || rope.inverse_frequencies == nullptr || rope.dim < 2 ||
@@ -234,7 +246,8 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(Threads) rerotate_kernel(RerotateArgs a) {
       ((k.layer_bases != nullptr ? 0 : k.layer_stride) | k.page_stride | k.token_stride |
        k.head_stride | k.feature_stride) %
               static_cast<std::int64_t>(element) !=
-          0) {
+          0 ||
+      !view.is_of_model() || turns_values(view, rope)) {
     return cudaErrorInvalidValue;
   }
   if (source &&

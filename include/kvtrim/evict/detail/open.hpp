@@ -30,6 +30,7 @@ template <Policy P>
   if (const ViewFault fault = check_lengths(view); fault.status != Status::ok) {
     return fault.status;
   }
+  if (!view.is_of_model()) { return Status::bad_observation; }
   const bool rows = rows_given<P>(obs);
   const bool pages = pages_given<P>(obs);
   Status status = Status::ok;
@@ -61,8 +62,8 @@ template <Policy P>
   in.page_size = head.view.page_size;
   in.first_row = head.view.first_row(head.sequence);
   in.budget = obs.budget(head.sequence, head.layer, head.head);
-  in.layer = head.layer;
-  in.layers = head.view.layers;
+  in.layer = head.view.model_layer(head.layer);
+  in.layers = head.view.layers_of_model();
   return in;
 }
 

@@ -24,7 +24,7 @@ namespace kvtrim::detail {
                                                  const QueryBlock& q) noexcept {
   const bool given = q.data != nullptr || (q.rows == 0 && q.row_counts == nullptr);
   const bool fits = given && q.query_heads >= view.kv_heads && q.query_heads % view.kv_heads == 0;
-  return fits && readable(view.k.dtype) ? Status::ok : Status::bad_observation;
+  return fits && readable(view.k) ? Status::ok : Status::bad_observation;
 }
 
 /// Bytes of `Layout::take(arena, rows, group, votes, head_dim)` for at most `window` votes within `shape`.

@@ -4,6 +4,7 @@
 // A plane as the movers see it: rows of equal units, whatever the elements are. On the fast path a unit is 16 bytes.
 
 #include <kvtrim/cache/cache_view.hpp>
+#include <kvtrim/cache/detail/parts.hpp>
 #include <kvtrim/cuda/detail/device.hpp>
 
 #include <cstddef>
@@ -36,7 +37,7 @@ struct RowPlane {
   }
 };
 
-/// The keys and values of a view, and its un-rotated keys; packed K|V rows are one plane.
+/// The keys and values of a view, and its un-rotated keys; packed K|V rows are one plane, and so are keys that hold values.
 struct RowPlanes {
   RowPlane at[3];
   std::int32_t count = 0;
@@ -94,28 +95,40 @@ KVTRIM_HOST_DEVICE constexpr std::uint64_t stride_bits(std::int64_t a,
   return r;
 }
 
-/// All planes that `view` keeps in pages, except for its `page_planes`; count 0 if one is misaligned.
+/// Whether the values are part of the keys' rows, as far as the host can see: layer bases are on the device.
+[[nodiscard]] inline bool values_in_keys(const CacheView& view) noexcept {
+  const Plane& k = view.k;
+  const Plane& v = view.v;
+  if (k.layer_bases != nullptr || v.layer_bases != nullptr) {
+    return k.layer_bases == v.layer_bases && kvtrim::detail::values_in_keys(view, 0);
+  }
+  return (view.layers <= 1 || k.layer_stride == v.layer_stride) &&
+         kvtrim::detail::values_in_keys(view, LayerId{0});
+}
+
+/// All planes that `view` keeps in pages, except for its `page_planes`; count 0 if one is misaligned or there are no keys.
 [[nodiscard]] inline RowPlanes row_planes(const CacheView& view) noexcept {
   RowPlanes all;
   const Plane& k = view.k;
   const Plane& v = view.v;
+  if (!k) { return {}; }
   RowPlane keys = row_plane(k, false);
-  RowPlane values = row_plane(v, true);
-  const bool packed = k.contiguous_rows() && v.contiguous_rows() && k.layer_bases == nullptr &&
-                      v.layer_bases == nullptr && view.table.v_offset == 0 &&
-                      v.base == k.base + k.row_bytes() && v.layer_stride == k.layer_stride &&
-                      v.page_stride == k.page_stride && v.token_stride == k.token_stride &&
-                      v.head_stride == k.head_stride && keys.unit == values.unit;
+  const bool alone = !v || values_in_keys(view);
+  RowPlane values = alone ? RowPlane{} : row_plane(v, true);
+  const bool packed = !alone && k.contiguous_rows() && v.contiguous_rows() &&
+                      k.layer_bases == nullptr && v.layer_bases == nullptr &&
+                      view.table.v_offset == 0 && v.base == k.base + k.row_bytes() &&
+                      v.layer_stride == k.layer_stride && v.page_stride == k.page_stride &&
+                      v.token_stride == k.token_stride && v.head_stride == k.head_stride &&
+                      keys.unit == values.unit;
   if (packed) {
     keys.units += values.units;
     all.at[all.count++] = keys;
   } else {
     all.at[all.count++] = keys;
-    all.at[all.count++] = values;
+    if (!alone) { all.at[all.count++] = values; }
   }
-  if (view.unrotated_keys.base != nullptr || view.unrotated_keys.layer_bases != nullptr) {
-    all.at[all.count++] = row_plane(view.unrotated_keys, false);
-  }
+  if (view.unrotated_keys) { all.at[all.count++] = row_plane(view.unrotated_keys, false); }
   for (std::int32_t i = 0; i < all.count; ++i) {
     if (all.at[i].unit == 0) { return {}; }
     all.fast = all.fast && all.at[i].unit == 16 && all.at[i].pack == 1;
@@ -141,7 +154,7 @@ KVTRIM_DEVICE RowPlane row_plane(const PagePlane& p) {
 }
 
 /// Number `i` of the view's sequence planes: positions, rope positions, sums, compensations, then `more_planes`.
-KVTRIM_DEVICE SequencePlane sequence_plane(const CacheView& view, int i) {
+__host__ KVTRIM_DEVICE SequencePlane sequence_plane(const CacheView& view, int i) {
   return i == 0   ? view.positions
          : i == 1 ? view.rope_positions
          : i == 2 ? view.score_sums

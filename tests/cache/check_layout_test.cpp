@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <kvtrim/cache/check_view.hpp>
+#include <kvtrim/cache/check_layout.hpp>
 
 #include "cache/engine_view.hpp"
 #include "catch.hpp"
@@ -31,7 +31,7 @@ std::string refusal(const std::function<void(CacheView&)>& change) {
 
 }  // namespace
 
-TEST_CASE("check_layout: a sound view passes in every scope", "[check_view]") {
+TEST_CASE("check_layout: a sound view passes in every scope", "[check_layout]") {
   CHECK(refusal([](CacheView&) {}) == "");
   CHECK(refusal([](CacheView& v) {
           v.scope = TableScope::layer;
@@ -40,14 +40,14 @@ TEST_CASE("check_layout: a sound view passes in every scope", "[check_view]") {
   CHECK(refusal([](CacheView& v) {
           v.scope = TableScope::head;
           v.k = Plane::hnd(v.k.base, {4, 1, 8, DType::f16});
-          v.v = Plane::hnd(v.k.base, {4, 1, 6, DType::f16});
+          v.v = Plane::hnd(v.v.base, {4, 1, 6, DType::f16});
           v.k.head_stride = v.v.head_stride = 0;
         }) == "");
   CHECK(refusal([](CacheView& v) { v.sequences = 0; }) == "");
 }
 
 TEST_CASE("check_layout: page size 0, and every other extent below 1, is refused with its number",
-          "[check_view][edge]") {
+          "[check_layout][edge]") {
   CHECK_THAT(refusal([](CacheView& v) { v.page_size = 0; }), ContainsSubstring("page_size 0"));
   CHECK_THAT(refusal([](CacheView& v) { v.page_size = -16; }), ContainsSubstring("page_size -16"));
   CHECK_THAT(refusal([](CacheView& v) { v.kv_heads = 0; }), ContainsSubstring("kv_heads 0"));
@@ -62,7 +62,8 @@ TEST_CASE("check_layout: page size 0, and every other extent below 1, is refused
              ContainsSubstring("opaque_row_bytes 0"));
 }
 
-TEST_CASE("check_layout: missing keys, values, ids or lengths are refused", "[check_view][edge]") {
+TEST_CASE("check_layout: missing keys, values, ids or lengths are refused",
+          "[check_layout][edge]") {
   CHECK_THAT(refusal([](CacheView& v) { v.k.base = nullptr; }), ContainsSubstring("null"));
   CHECK_THAT(refusal([](CacheView& v) { v.v.base = nullptr; }), ContainsSubstring("null"));
   CHECK_THAT(refusal([](CacheView& v) { v.table.ids = nullptr; }), ContainsSubstring("null"));
@@ -70,7 +71,7 @@ TEST_CASE("check_layout: missing keys, values, ids or lengths are refused", "[ch
 }
 
 TEST_CASE("check_layout: strides that overlap are refused with the axis and the bytes",
-          "[check_view][edge]") {
+          "[check_layout][edge]") {
   // Keys are [pages, 4, 3, 8] of 2 bytes: 16, 48, 192.
   CHECK_THAT(refusal([](CacheView& v) { v.k.token_stride = 47; }),
              ContainsSubstring("keys overlap") && ContainsSubstring("token stride of 47") &&
@@ -97,7 +98,7 @@ TEST_CASE("check_layout: strides that overlap are refused with the axis and the 
 }
 
 TEST_CASE("check_layout: gaps, and strides of axes with one element, do not overlap",
-          "[check_view]") {
+          "[check_layout]") {
   CHECK(refusal([](CacheView& v) { v.k.page_stride += 64, v.k.layer_stride += 640; }) == "");
   CHECK(refusal([](CacheView& v) {
           v.page_size = 1;
@@ -110,7 +111,7 @@ TEST_CASE("check_layout: gaps, and strides of axes with one element, do not over
 }
 
 TEST_CASE("check_layout: packs are an axis, the last one as well where it is partly filled",
-          "[check_view][edge]") {
+          "[check_layout][edge]") {
   const auto packed = [](std::int32_t dim, std::int64_t pack_stride) {
     return refusal([=](CacheView& v) {
       v.layers = 1;
@@ -126,7 +127,7 @@ TEST_CASE("check_layout: packs are an axis, the last one as well where it is par
 }
 
 TEST_CASE("check_layout: heads and layers that share a table need strides of their own, K and V",
-          "[check_view][edge]") {
+          "[check_layout][edge]") {
   CHECK_THAT(refusal([](CacheView& v) { v.k.head_stride = 0; }), ContainsSubstring("3 KV heads"));
   CHECK_THAT(refusal([](CacheView& v) { v.v.head_stride = 0; }), ContainsSubstring("3 KV heads"));
   CHECK_THAT(refusal([](CacheView& v) { v.k.layer_stride = 0; }), ContainsSubstring("2 layers"));

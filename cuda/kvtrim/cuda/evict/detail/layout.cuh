@@ -1,0 +1,177 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// `check_layout` for views of device memory: the host refuses what it can see before any launch; layer bases and arrays of
+// planes lie on the device and are checked there, before a plan is made.
+
+#include <kvtrim/cache/cache_view.hpp>
+#include <kvtrim/cache/detail/parts.hpp>
+#include <kvtrim/cuda/detail/device.hpp>
+#include <kvtrim/cuda/evict/detail/row_plane.cuh>
+#include <kvtrim/cuda/evict/device_plan.cuh>
+
+#include <cstdint>
+
+namespace kvtrim::cuda::detail {
+
+/// Whether the layers and heads that a table, or the keys, keep apart have strides of their own in plane `i`, and its rows
+/// share no byte.
+[[nodiscard]] inline bool plane_fits(const CacheView& view, std::int32_t i) noexcept {
+  namespace cache = kvtrim::detail;
+  const Plane p = cache::plane_of(view, i);
+  const bool heads = p.head_stride != 0;
+  const bool layers = cache::has_own_layers(p);
+  return !p ||
+         ((view.scope == TableScope::head || view.kv_heads <= 1 || heads) &&
+          (view.scope != TableScope::group || view.layers <= 1 || layers) &&
+          cache::follows_pools(view, layers, heads) && cache::region_of(view, p).overlap() < 0);
+}
+
+/// Whether the named sequence planes hold 4 bytes a row, share no byte, and rows have bytes of their own.
+[[nodiscard]] inline bool sequence_planes_fit(const CacheView& view) noexcept {
+  namespace cache = kvtrim::detail;
+  for (int i = 0; i < 4; ++i) {
+    const SequencePlane p = sequence_plane(view, i);
+    if (!p) { continue; }
+    if (p.element_bytes != 4 || cache::region_of(view, p).overlap() >= 0) { return false; }
+    for (int j = 0; j < i; ++j) {
+      const SequencePlane q = sequence_plane(view, j);
+      const std::int64_t delta = cache::address_of(p.base) - cache::address_of(q.base);
+      if (q && !cache::apart(cache::region_of(view, q), cache::region_of(view, p), delta)) {
+        return false;
+      }
+    }
+  }
+  return true;
+}
+
+/// What the host can see of `check_layout`.
+[[nodiscard]] inline bool layout_fits(const CacheView& view) noexcept {
+  namespace cache = kvtrim::detail;
+  if (cache::has_own_heads(view) && view.layers > 1 && !cache::has_own_layers(view.k)) {
+    return false;
+  }
+  const bool contained = values_in_keys(view);
+  for (std::int32_t i = 0; i < cache::first_page_plane; ++i) {
+    if (!plane_fits(view, i)) { return false; }
+    for (std::int32_t j = 0; j < i; ++j) {
+      const Plane a = cache::plane_of(view, j);
+      const Plane b = cache::plane_of(view, i);
+      const bool apart_anyway = view.table.v_offset != 0 && (i == 1 || j == 1);
+      if (!a || !b || a.layer_bases != nullptr || b.layer_bases != nullptr || apart_anyway ||
+          (i == 1 && contained)) {
+        continue;
+      }
+      if (!cache::apart(cache::region_of(view, a),
+                        cache::region_of(view, b),
+                        cache::address_of(b.base) - cache::address_of(a.base))) {
+        return false;
+      }
+    }
+  }
+  return sequence_planes_fit(view);
+}
+
+/// Whether there are layer bases or planes that only the device can see.
+[[nodiscard]] inline bool has_device_layout(const CacheView& view) noexcept {
+  return view.k.layer_bases != nullptr || view.v.layer_bases != nullptr ||
+         view.unrotated_keys.layer_bases != nullptr || view.page_plane_count > 0;
+}
+
+inline constexpr int layout_threads = 256;
+
+struct LayoutShared {
+  kvtrim::detail::Region at[2];
+};
+
+// A thread: one of `more_planes`, beside the sequence planes before it.
+template <class = void>
+__global__ void KVTRIM_LAUNCH_BOUNDS(layout_threads)
+    more_planes_kernel(CacheView view, DevicePlan plan) {
+  namespace cache = kvtrim::detail;
+  KVTRIM_SHARED(LayoutShared, shared, );
+  for (std::int32_t k = static_cast<std::int32_t>(blockIdx.x); k < view.more_plane_count;
+       k += static_cast<std::int32_t>(gridDim.x)) {
+    const SequencePlane p = view.more_planes[k];
+    if (!p) { continue; }
+    cache::fill(shared.at[0], view, p);
+    bool bad = p.element_bytes < 1 || shared.at[0].overlap() >= 0;
+    for (int q = 0; q < 4 + k && !bad; ++q) {
+      const SequencePlane other = sequence_plane(view, q);
+      if (!other) { continue; }
+      cache::fill(shared.at[1], view, other);
+      bad = !cache::apart(
+          shared.at[1], shared.at[0], cache::address_of(p.base) - cache::address_of(other.base));
+    }
+    if (bad) { note_fault(plan.control, phase_check, 0, Status::bad_observation); }
+  }
+}
+
+// A block: two of the planes in pages, or one of them beside itself.
+template <class = void>
+__global__ void KVTRIM_LAUNCH_BOUNDS(layout_threads)
+    layout_kernel(CacheView view, DevicePlan plan) {
+  namespace cache = kvtrim::detail;
+  KVTRIM_SHARED(LayoutShared, shared, );
+  const std::int32_t parts = cache::parts_of(view);
+  const std::int32_t pairs = parts * parts;
+  for (std::int32_t c = static_cast<std::int32_t>(blockIdx.x); c < pairs;
+       c += static_cast<std::int32_t>(gridDim.x)) {
+    const std::int32_t i = c / parts;
+    const std::int32_t j = c % parts;
+    if (j < i) { continue; }
+    if (threadIdx.x < 2) {
+      cache::fill_part(shared.at[threadIdx.x], view, threadIdx.x == 0 ? i : j);
+    }
+    __syncthreads();
+    bool bad = false;
+    if (i == j && i >= cache::first_page_plane) {
+      const PagePlane p = view.page_planes[i - cache::first_page_plane];
+      bad = p.base == nullptr || p.row_bytes < 1 || shared.at[0].overlap() >= 0 ||
+            !cache::has_sound_entries(view, p) ||
+            (!p.constant() && !cache::follows_pools(view, p.layer_stride != 0, p.head_stride != 0));
+    }
+    const std::int32_t n = cache::bases_of(view, i);
+    const std::int32_t m = cache::share_pages(view, i, j) ? cache::bases_of(view, j) : 0;
+    for (std::int32_t x = static_cast<std::int32_t>(threadIdx.x); x < n * m && !bad;
+         x += layout_threads) {
+      const std::int32_t l = x / m;
+      const std::int32_t k = x % m;
+      // With bases of their own, the movers take values for a plane of its own.
+      const bool contained =
+          view.k.layer_bases == view.v.layer_bases && cache::is_contained(view, i, l, j, k);
+      if ((i == j && k <= l) || contained) { continue; }
+      bad = !cache::apart(
+          shared.at[0], shared.at[1], cache::base_of(view, j, k) - cache::base_of(view, i, l));
+    }
+    if (bad) { note_fault(plan.control, phase_check, 0, Status::bad_observation); }
+    __syncthreads();
+  }
+}
+
+/// Queues what only the device can check.
+[[nodiscard]] inline cudaError_t check_device_layout(const CacheView& view,
+                                                     const DevicePlan& plan,
+                                                     cudaStream_t stream) noexcept {
+  if (has_device_layout(view)) {
+    const std::int64_t parts = kvtrim::detail::parts_of(view);
+    const cudaError_t e = launch(layout_kernel<>,
+                                 dim3(bounded_grid(parts * parts)),
+                                 dim3(layout_threads),
+                                 0,
+                                 stream,
+                                 view,
+                                 plan);
+    if (e != cudaSuccess) { return e; }
+  }
+  if (view.more_plane_count == 0) { return cudaSuccess; }
+  return launch(more_planes_kernel<>,
+                dim3(bounded_grid(view.more_plane_count)),
+                dim3(1),
+                0,
+                stream,
+                view,
+                plan);
+}
+
+}  // namespace kvtrim::cuda::detail

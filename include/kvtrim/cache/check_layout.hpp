@@ -1,0 +1,276 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// What must hold of a view's strides, checked once, where the view is created. Rows move plane by plane, so no byte may
+// belong to two planes, or to two rows of one: it would be moved twice, from where it no longer is.
+
+#include <kvtrim/cache/cache_view.hpp>
+#include <kvtrim/cache/detail/parts.hpp>
+#include <kvtrim/core/error.hpp>
+
+#include <algorithm>
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+namespace kvtrim {
+
+namespace detail {
+
+[[nodiscard]] inline std::string name_of_part(std::int32_t i) {
+  return i == 0   ? "keys"
+         : i == 1 ? "values"
+         : i == 2 ? "unrotated keys"
+                  : "page plane " + std::to_string(i - first_page_plane);
+}
+
+// Each stride must step over everything that the smaller ones reach.
+inline void check_region(std::string_view plane, const Region& region) {
+  const std::int32_t i = region.overlap();
+  if (i < 0) { return; }
+  throw_invalid_argument(
+      "kvtrim::CacheView: {} overlap: {} stride of {} bytes, but its elements reach over {} bytes",
+      plane,
+      to_string(region.axis(i).name),
+      region.axis(i).stride,
+      region.reach(i + 1));
+}
+
+inline void check_plane(const CacheView& view, const Plane& p, std::string_view name) {
+  if (p.dtype == DType::opaque ? p.opaque_row_bytes < 1 : p.head_dim < 1 || p.pack < 1) {
+    throw_invalid_argument("kvtrim::CacheView: {}: head_dim {}, pack {}, opaque_row_bytes {}",
+                           name,
+                           p.head_dim,
+                           p.pack,
+                           p.opaque_row_bytes);
+  }
+  check_region(name, region_of(view, p));
+}
+
+// Which of the planes there may be are there.
+inline void check_presence(const CacheView& view) {
+  if (view.table.ids == nullptr) { throw_invalid_argument("kvtrim::CacheView: page ids are null"); }
+  for (std::int32_t i = 0; i < 2; ++i) {
+    const Plane& p = i == 0 ? view.k : view.v;
+    if (!p && p.head_dim != 0) {
+      throw_invalid_argument(
+          "kvtrim::CacheView: {} are null, but have head_dim {}; a cache without them says 0",
+          name_of_part(i),
+          p.head_dim);
+    }
+  }
+  if (!view.k && (view.v || view.unrotated_keys)) {
+    throw_invalid_argument("kvtrim::CacheView: {}, but no keys",
+                           view.v ? "values" : "unrotated keys");
+  }
+  if (view.lengths == nullptr && view.last_page_len == nullptr && view.states == nullptr) {
+    throw_invalid_argument("kvtrim::CacheView: no lengths, last_page_len or states");
+  }
+}
+
+// Whether heads and layers that share a table have elements of their own.
+inline void check_strides(const CacheView& view) {
+  for (std::int32_t i = 0; i < first_page_plane; ++i) {
+    const Plane p = plane_of(view, i);
+    if (p && view.scope != TableScope::head && view.kv_heads > 1 && p.head_stride == 0) {
+      throw_invalid_argument(
+          "kvtrim::CacheView: {} KV heads share a table, so they need a head stride, but {} have "
+          "none",
+          view.kv_heads,
+          name_of_part(i));
+    }
+    if (p && view.scope == TableScope::group && view.layers > 1 && !has_own_layers(p)) {
+      throw_invalid_argument(
+          "kvtrim::CacheView: {} layers share a table, so they need a layer stride, but {} have "
+          "none",
+          view.layers,
+          name_of_part(i));
+    }
+  }
+}
+
+// Whether pages of the same number, where the keys keep them apart, are other memory in all planes.
+inline void check_pools(const CacheView& view) {
+  if (has_own_heads(view) && view.layers > 1 && !has_own_layers(view.k)) {
+    throw_invalid_argument(
+        "kvtrim::CacheView: KV heads have pages of their own (head stride of {} bytes), so {} "
+        "layers need a layer stride; where all take pages from one pool, the head stride is 0",
+        view.k.head_stride,
+        view.layers);
+  }
+  const auto check = [&](std::int32_t i, std::int64_t layer_stride, std::int64_t head_stride) {
+    if (follows_pools(view, layer_stride != 0, head_stride != 0)) { return; }
+    throw_invalid_argument(
+        "kvtrim::CacheView: {} have a layer stride of {} and a head stride of {} bytes, the keys "
+        "{} and {}: pages that are other memory there would be the same here",
+        name_of_part(i),
+        layer_stride,
+        head_stride,
+        view.k.layer_stride,
+        view.k.head_stride);
+  };
+  const auto layer_stride = [](const Plane& p) {
+    return has_own_layers(p) ? std::max<std::int64_t>(1, p.layer_stride) : 0;
+  };
+  if (view.v) { check(1, layer_stride(view.v), view.v.head_stride); }
+  if (view.unrotated_keys) {
+    check(2, layer_stride(view.unrotated_keys), view.unrotated_keys.head_stride);
+  }
+  for (std::int32_t i = 0; i < view.page_plane_count; ++i) {
+    const PagePlane& p = view.page_planes[i];
+    if (!p.constant()) { check(first_page_plane + i, p.layer_stride, p.head_stride); }
+  }
+}
+
+inline void check_page_planes(const CacheView& view) {
+  for (std::int32_t i = 0; i < view.page_plane_count; ++i) {
+    const PagePlane& p = view.page_planes[i];
+    const std::string name = name_of_part(first_page_plane + i);
+    if (p.base == nullptr || p.row_bytes < 1) {
+      throw_invalid_argument("kvtrim::CacheView: {} of {} bytes a row{}",
+                             name,
+                             p.row_bytes,
+                             p.base == nullptr ? " is null" : "");
+    }
+    if (!has_sound_entries(view, p)) {
+      throw_invalid_argument(
+          "kvtrim::CacheView: {}: {} tokens an entry, at a token stride of {} bytes, in pages of "
+          "{}",
+          name,
+          p.tokens_per_entry,
+          p.token_stride,
+          view.page_size);
+    }
+    check_region(name, region_of(view, p));
+  }
+}
+
+inline void check_sequence_planes(const CacheView& view) {
+  constexpr std::int32_t named = 4;
+  const auto plane = [&](std::int32_t i) {
+    const SequencePlane* const own[]{
+        &view.positions, &view.rope_positions, &view.score_sums, &view.score_compensations};
+    return i < named ? *own[i] : view.more_planes[i - named];
+  };
+  const auto name = [](std::int32_t i) {
+    constexpr const char* names[]{
+        "positions", "rope positions", "score sums", "score compensations"};
+    return i < named ? names[i] : "sequence plane " + std::to_string(i - named);
+  };
+  for (std::int32_t i = 0; i < named + view.more_plane_count; ++i) {
+    const SequencePlane p = plane(i);
+    if (!p) { continue; }
+    if (p.element_bytes < 1 || (i < named && p.element_bytes != 4)) {
+      throw_invalid_argument(
+          "kvtrim::CacheView: {} have elements of {} bytes", name(i), p.element_bytes);
+    }
+    check_region(name(i), region_of(view, p));
+    for (std::int32_t j = 0; j < i; ++j) {
+      const SequencePlane q = plane(j);
+      const std::int64_t delta = address_of(p.base) - address_of(q.base);
+      if (!q || apart(region_of(view, q), region_of(view, p), delta)) { continue; }
+      throw_invalid_argument("kvtrim::CacheView: {} and {} overlap: they begin {} bytes apart",
+                             name(j),
+                             name(i),
+                             delta);
+    }
+  }
+}
+
+// Base `l` of plane `i` and base `m` of plane `j`.
+inline void check_pair(
+    const CacheView& view, std::int32_t i, std::int32_t l, std::int32_t j, std::int32_t m) {
+  Region a{};
+  Region b{};
+  fill_part(a, view, i);
+  fill_part(b, view, j);
+  const std::int64_t delta = base_of(view, j, m) - base_of(view, i, l);
+  if (is_contained(view, i, l, j, m) || apart(a, b, delta)) { return; }
+  if (i == j) {
+    throw_invalid_argument(
+        "kvtrim::CacheView: {} of layers {} and {} overlap: their bases are {} bytes apart, a "
+        "layer reaches over {}; a layer that uses another one's rows owns none and is no layer of "
+        "the view",
+        name_of_part(i),
+        l,
+        m,
+        delta,
+        a.reach(0));
+  }
+  const auto of_layer = [&](std::int32_t part, std::int32_t layer) {
+    return bases_of(view, part) > 1 ? " of layer " + std::to_string(layer) : std::string();
+  };
+  throw_invalid_argument(
+      "kvtrim::CacheView: {}{} and {}{} overlap: the latter begin {} bytes behind the former, "
+      "which reach over {} bytes",
+      name_of_part(i),
+      of_layer(i, l),
+      name_of_part(j),
+      of_layer(j, m),
+      delta,
+      a.reach(0));
+}
+
+// Whether any byte belongs to two planes, or to two layers of one.
+inline void check_sharing(const CacheView& view) {
+  for (std::int32_t i = 0; i < parts_of(view); ++i) {
+    for (std::int32_t j = i; j < parts_of(view); ++j) {
+      if (!share_pages(view, i, j)) { continue; }
+      for (std::int32_t l = 0; l < bases_of(view, i); ++l) {
+        for (std::int32_t m = i == j ? l + 1 : 0; m < bases_of(view, j); ++m) {
+          check_pair(view, i, l, j, m);
+        }
+      }
+    }
+  }
+}
+
+}  // namespace detail
+
+/// Throws unless the extents and strides of `view` can be those of a cache. Call it once, where the view is created, on the
+/// host: the arrays of layer bases and of planes are read.
+///
+/// A cache without values (`v` null, of head_dim 0) is one, and so is a view without keys and values: rows are then chosen by
+/// scores that are given, and pages dropped. Values may be part of the keys' rows.
+///
+/// Layers that use another layer's keys and values (Gemma 3n: the last 15 of 35 layers read rows that layers 18 and 19 wrote)
+/// own no memory and are no layers of the view: `layers` is 20, and `layer_bases` names the 20 owners. What the sharing
+/// layers show (their queries, their probabilities) is recorded under the owner, as further query heads or accumulated;
+/// eviction from the owner is then eviction for all of its users.
+///
+/// \throws std::invalid_argument if an extent is below 1, a base is null, elements, planes or layers overlap, or a layer or
+///   head lacks a stride that its table, or the keys, call for (the message gives the numbers)
+/// \par Complexity
+/// O((planes * layers)^2) with `layer_bases`, O(planes^2) without
+inline void check_layout(const CacheView& view) {
+  if (view.page_size < 1 || view.kv_heads < 1 || view.layers < 1 || view.sequences < 0 ||
+      view.pages < 0) {
+    throw_invalid_argument(
+        "kvtrim::CacheView: page_size {}, kv_heads {} and layers {} must be at least 1, sequences "
+        "{} and pages {} at least 0",
+        view.page_size,
+        view.kv_heads,
+        view.layers,
+        view.sequences,
+        view.pages);
+  }
+  if (!view.is_of_model()) {
+    throw_invalid_argument(
+        "kvtrim::CacheView: layer_offset {} and {} layers are beyond model_layers {}{}",
+        view.layer_offset,
+        view.layers,
+        view.model_layers,
+        view.model_layers == 0 ? " (those of the view)" : "");
+  }
+  detail::check_presence(view);
+  detail::check_strides(view);
+  detail::check_pools(view);
+  if (view.k) { detail::check_plane(view, view.k, "keys"); }
+  if (view.v) { detail::check_plane(view, view.v, "values"); }
+  if (view.unrotated_keys) { detail::check_plane(view, view.unrotated_keys, "unrotated keys"); }
+  detail::check_page_planes(view);
+  detail::check_sequence_planes(view);
+  detail::check_sharing(view);
+}
+
+}  // namespace kvtrim
