@@ -25,31 +25,21 @@ namespace detail {
 inline constexpr std::int32_t column_sum_queries = 128;
 
 struct ColumnSumScratch {
-  TileScratch tiles;
-  std::span<float> queries;        // [column_sum_queries, head_dim], packed
-  std::span<Position> positions;   // [column_sum_queries]
-  std::span<float> lse;            // [column_sum_queries]
-  std::span<float> weights;        // [column_sum_queries] decay; 0: the query has no vote
-  std::span<float> sums;           // [tile_rows]
-  std::span<float> compensations;  // [tile_rows]
-  static ColumnSumScratch take(Arena& arena, std::int32_t head_dim) noexcept {
-    ColumnSumScratch m;
-    m.tiles = TileScratch::take(arena, head_dim);
-    m.queries = arena.take<float>(static_cast<std::int64_t>(column_sum_queries) * head_dim);
-    m.positions = arena.take<Position>(column_sum_queries);
-    m.lse = arena.take<float>(column_sum_queries);
-    m.weights = arena.take<float>(column_sum_queries);
-    m.sums = arena.take<float>(tile_rows(head_dim));
-    m.compensations = arena.take<float>(tile_rows(head_dim));
-    return m;
-  }
+  Arena& arena;
+  std::int32_t head_dim;
+  TileScratch tiles{arena, head_dim};
+  std::span<float> queries = arena.take<float>(std::int64_t{column_sum_queries} * head_dim);
+  std::span<Position> positions = arena.take<Position>(column_sum_queries);
+  std::span<float> lse = arena.take<float>(column_sum_queries);
+  std::span<float> weights = arena.take<float>(column_sum_queries);  // decay; 0: no vote
+  std::span<float> sums = arena.take<float>(tiles.rows);
+  std::span<float> compensations = arena.take<float>(tiles.rows);
 };
 }  // namespace detail
 
 /// Working space of `accumulate_column_sums`: one tile, whatever the number of rows.
 [[nodiscard]] inline std::size_t column_sums_scratch_bytes(std::int32_t head_dim) noexcept {
-  return Arena::bytes_for(
-      [&](Arena& arena) { return detail::ColumnSumScratch::take(arena, head_dim); });
+  return Arena::bytes_for([&](Arena& arena) { return detail::ColumnSumScratch{arena, head_dim}; });
 }
 
 /// Adds the attention that each of many queries pays to each live row to the accumulated scores of one KV head: the mean
@@ -73,7 +63,7 @@ inline void accumulate_column_sums(const AccumulateParams& params,
   const auto [view, s, l, h] = head;
   Arena arena(scratch);
   const std::int32_t dim = view.k.head_dim;
-  const auto mem = detail::ColumnSumScratch::take(arena, dim);
+  const detail::ColumnSumScratch mem{arena, dim};
   KVTRIM_ASSERT(arena.ok() && queries.lse != nullptr);
   const std::int32_t group = queries.query_heads / view.kv_heads;
   const std::int32_t count = queries.count(s);
@@ -87,7 +77,7 @@ inline void accumulate_column_sums(const AccumulateParams& params,
   const double decay_all = decay_after(-1);
 
   detail::for_each_key_tile(head, mem.tiles, [&](std::int32_t first, std::int32_t rows) {
-    detail::pack_keys(mem.tiles, dim, rows);
+    detail::pack_keys(mem.tiles, rows);
     const auto oldest_of = [&](std::int32_t begin, std::int32_t end) {
       return *std::min_element(mem.tiles.positions.begin() + begin,
                                mem.tiles.positions.begin() + end);
@@ -138,7 +128,6 @@ inline void accumulate_column_sums(const AccumulateParams& params,
           while (seeing < block && mem.positions[index(seeing)] < panel_oldest) { ++seeing; }
           detail::for_each_logit_block(
               mem.tiles,
-              dim,
               row,
               mem.queries.data(),
               seeing / detail::block_queries * detail::block_queries,

@@ -68,7 +68,7 @@ class ChunkedScorer {
     const std::size_t own = own_bytes(live);
     KVTRIM_ASSERT(own <= scratch.size());
     Arena arena(scratch.first(own));
-    const Layout mem = Layout::take(arena, live);
+    const Layout mem{arena, live};
     std::fill(mem.sums.begin(), mem.sums.end(), 0.0);
     // A token score that is already common to the layer is not added up again.
     const std::int32_t heads = LayerScorer<Token> ? 1 : view.kv_heads;
@@ -98,19 +98,15 @@ class ChunkedScorer {
 
  private:
   struct Layout {
-    std::span<double> sums;         // [rows] over the KV heads
-    std::span<std::int32_t> order;  // [rows]
-    static Layout take(Arena& arena, std::int32_t rows) noexcept {
-      Layout m;
-      m.sums = arena.take<double>(rows);
-      m.order = arena.take<std::int32_t>(rows);
-      return m;
-    }
+    Arena& arena;
+    std::int32_t rows;
+    std::span<double> sums = arena.take<double>(rows);  // over the KV heads
+    std::span<std::int32_t> order = arena.take<std::int32_t>(rows);
   };
 
   static std::size_t index(std::int64_t i) noexcept { return static_cast<std::size_t>(i); }
   static std::size_t own_bytes(std::int32_t rows) noexcept {
-    return Arena::bytes_for([&](Arena& arena) { return Layout::take(arena, rows); });
+    return Arena::bytes_for([&](Arena& arena) { return Layout{arena, rows}; });
   }
 
   Token token_;
@@ -119,8 +115,6 @@ class ChunkedScorer {
 
 /// `Chunked<Scores>` are scored by `ChunkedScorer<Scores>`.
 template <class Scores>
-struct ScorerOf<Chunked<Scores>> {
-  using type = ChunkedScorer<Scores>;
-};
+ChunkedScorer<Scores> scorer_of(ScoreTag<Chunked<Scores>>);
 
 }  // namespace kvtrim

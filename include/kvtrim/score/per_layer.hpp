@@ -83,8 +83,6 @@ static_assert(LayerScorer<PerLayerScorer<detail::ScorerArchetype>>);
 
 /// `PerLayer<Scores>` are scored by `PerLayerScorer<Scores>`.
 template <class Scores>
-struct ScorerOf<PerLayer<Scores>> {
-  using type = PerLayerScorer<Scores>;
-};
+PerLayerScorer<Scores> scorer_of(ScoreTag<PerLayer<Scores>>);
 
 }  // namespace kvtrim

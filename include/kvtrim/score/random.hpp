@@ -77,9 +77,6 @@ class RandomScorer : public detail::RowByRow<RandomScorer> {
 static_assert(RowLocalScorer<RandomScorer>);
 
 /// `RandomParams` are scored by `RandomScorer`.
-template <>
-struct ScorerOf<RandomParams> {
-  using type = RandomScorer;
-};
+RandomScorer scorer_of(ScoreTag<RandomParams>);
 
 }  // namespace kvtrim

@@ -63,7 +63,12 @@ struct ScorerArchetype {
 static_assert(Scorer<ScorerArchetype>);
 }  // namespace detail
 
-/// The scorer made from a parameter struct: specialised next to each scorer, so that policies need not include Eigen.
+/// Names the parameters of a score where none are at hand.
+template <class Params>
+struct ScoreTag {};
+
+/// The scorer made from a parameter struct: what `scorer_of(ScoreTag<Params>)` returns, a function that each
+/// scorer's header declares and nobody defines, so that policies need not include Eigen; without one, `Params` itself.
 template <class Params>
 struct ScorerOf {
   static_assert(Scorer<Params>,
@@ -71,6 +76,11 @@ struct ScorerOf {
                 "(or <kvtrim/kvtrim.hpp>), "
                 "or return a type that satisfies kvtrim::Scorer from scorer()");
   using type = Params;
+};
+template <class Params>
+  requires requires { scorer_of(ScoreTag<Params>{}); }
+struct ScorerOf<Params> {
+  using type = decltype(scorer_of(ScoreTag<Params>{}));
 };
 
 /// For policies that keep by position alone: every score is 0.
@@ -97,9 +107,6 @@ struct NoScorer {
 static_assert(Scorer<NoScorer>);
 
 /// Policies without scores.
-template <>
-struct ScorerOf<NoScores> {
-  using type = NoScorer;
-};
+NoScorer scorer_of(ScoreTag<NoScores>);
 
 }  // namespace kvtrim

@@ -31,9 +31,6 @@ class TovaScorer : public PerLayerScorer<WindowParams> {
 static_assert(LayerScorer<TovaScorer>);
 
 /// `TovaParams` are scored by `TovaScorer`.
-template <>
-struct ScorerOf<TovaParams> {
-  using type = TovaScorer;
-};
+TovaScorer scorer_of(ScoreTag<TovaParams>);
 
 }  // namespace kvtrim

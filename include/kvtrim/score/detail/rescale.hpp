@@ -13,14 +13,14 @@
 
 namespace kvtrim::detail {
 
-template <class Scores, Scorer Factor>
+template <template <class> class Params, class Scores, Scorer Factor>
 class RescaledScorer {
  public:
   using Inner = typename ScorerOf<Scores>::type;
   static constexpr bool reads_given_scores = kvtrim::reads_given_scores<Inner>;
 
-  constexpr RescaledScorer(const Scores& scores, float epsilon) noexcept
-      : inner_(scores), epsilon_(epsilon) {}
+  explicit constexpr RescaledScorer(const Params<Scores>& params) noexcept
+      : inner_(params.scores), epsilon_(params.epsilon) {}
 
   /// Working space of one call.
   [[nodiscard]] std::size_t scratch_bytes(const PlanShape& shape) const noexcept {
