@@ -28,10 +28,10 @@ enum class RopeKind : std::uint8_t {
 
 /// A model's RoPE.
 struct Rope {
-  std::span<const double>
-      inverse_frequencies;  ///< [layers, dim / 2], or [dim / 2] with `same_for_all_layers`
-  std::int32_t dim = 0;     ///< rotated features; even
-  std::int32_t offset = 0;  ///< first rotated feature
+  /// [layers, dim / 2], or [dim / 2] with `same_for_all_layers`
+  std::span<const double> inverse_frequencies;
+  std::int32_t dim = 0;                     ///< rotated features; even
+  std::int32_t offset = 0;                  ///< first rotated feature
   RopePairs pairs = RopePairs::half_split;  ///< which features are rotated together
   RopeKind kind = RopeKind::standard;       ///< how positions enter the keys
   bool same_for_all_layers = false;         ///< one array of frequencies serves all layers

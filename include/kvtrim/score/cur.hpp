@@ -28,8 +28,7 @@ namespace kvtrim {
 /// none broken here. NaN: a key or value that is not finite scores NaN and takes no part. A window of zeros has shares
 /// of 0; if all scores are 0, they stay 0
 /// \par Complexity
-/// O(live rows * head dims) time, one read of keys and values; no allocation. The score of a row does not change by a
-/// bit with page size, page placement, batch or thread
+/// O(live rows * head dims) time, one read of keys and values; no allocation
 /// \par Source
 /// Sengupta et al., 2025, arXiv:2509.15038, as kvpress computes it; differs: no random projection, windows of zeros
 class CurScorer {

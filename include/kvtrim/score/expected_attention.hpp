@@ -55,8 +55,7 @@ struct MeanRotation {
 /// part; a query head whose statistics are not finite, or whose logits overflow, has no vote; without any vote all
 /// scores are NaN
 /// \par Complexity
-/// O(group * live rows * head_dim^2) time, O(group * live rows * head_dim) without the covariance; no allocation. The
-/// score of a row does not change by a bit with page size, page placement, batch or thread
+/// O(group * live rows * head_dim^2) time, O(group * live rows * head_dim) without the covariance; no allocation
 /// \par Source
 /// Devoto et al., 2025, arXiv:2510.00636, as kvpress computes it; differs: sinks score as rows without attention
 /// instead of above all others (the policy protects them), and future positions are counted from the sequence's next
@@ -70,11 +69,8 @@ class ExpectedAttentionScorer {
   /// Working space of one call.
   [[nodiscard]] std::size_t scratch_bytes(const PlanShape& shape) const noexcept {
     const std::int32_t group = shape.kv_heads > 0 ? shape.query_heads / shape.kv_heads : 0;
-    return detail::largest_need(std::max(1, shape.head_dim), [&](std::int32_t head_dim) {
-      return Arena::bytes_for([&](Arena& arena) {
-        return Layout{
-            arena, params_, head_dim, shape.value_dim, std::max(1, group), shape.max_rows};
-      });
+    return detail::largest_need(shape.head_dim, [&](Arena& arena, std::int32_t dim) {
+      return Layout{arena, params_, dim, shape.value_dim, std::max(1, group), shape.max_rows};
     });
   }
 

@@ -26,8 +26,7 @@ namespace kvtrim {
 /// \par Ties
 /// none broken here. NaN: a key that is not finite takes no part and scores NaN; a key of norm 0 scores 0
 /// \par Complexity
-/// O(live rows * head_dim) time, two reads of the keys; no allocation. The score of a row does not change by a bit
-/// with page size, page placement, batch or thread
+/// O(live rows * head_dim) time, two reads of the keys; no allocation
 /// \par Source
 /// Park et al., 2025, arXiv:2504.15364 (KeyDiff), as written
 class KeyDiffScorer {
@@ -36,9 +35,8 @@ class KeyDiffScorer {
 
   /// Working space of one call.
   [[nodiscard]] std::size_t scratch_bytes(const PlanShape& shape) const noexcept {
-    return detail::largest_need(std::max(1, shape.head_dim), [&](std::int32_t head_dim) {
-      return Arena::bytes_for(
-          [&](Arena& arena) { return Layout{arena, head_dim, shape.max_rows}; });
+    return detail::largest_need(shape.head_dim, [&](Arena& arena, std::int32_t dim) {
+      return Layout{arena, dim, shape.max_rows};
     });
   }
   /// `bad_observation` if the keys are not readable.

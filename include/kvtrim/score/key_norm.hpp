@@ -17,8 +17,7 @@ namespace kvtrim {
 /// \par Ties
 /// none broken here. NaN: a key that is not finite scores NaN; a key of norm 0 scores highest
 /// \par Complexity
-/// O(live rows * head_dim) time, one read of the keys; no allocation. Row-local. The score of a row does not change by a
-/// bit with page size, page placement, batch, thread or the row's index
+/// O(live rows * head_dim) time, one read of the keys; no allocation. Row-local
 /// \par Source
 /// Devoto et al., 2024, arXiv:2406.11430, as written
 class KeyNormScorer : public detail::NormScorer<detail::Side::keys, -1> {

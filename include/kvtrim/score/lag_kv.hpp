@@ -39,8 +39,7 @@ namespace kvtrim {
 /// has a deviation of 0
 /// \par Complexity
 /// O(rows in partitions * (head dims + log lag) + live rows) time, two reads of the keys and values in partitions only;
-/// O(rows + rows / lag * head_dim) space; no allocation. The score of a row does not change by a bit with page size, page
-/// placement, batch or thread
+/// O(rows + rows / lag * head_dim) space; no allocation
 /// \par Source
 /// Liang et al., 2025, arXiv:2504.04704, as kvpress computes it; differs: protected rows by range, not by a score of 1;
 /// constant channels

@@ -30,8 +30,7 @@ namespace kvtrim {
 /// \par Ties
 /// none broken here. NaN: a value that is not finite scores NaN; with weights that are not finite, all rows are NaN or inf
 /// \par Complexity
-/// O(live rows * group * value_dim * hidden) time; no allocation. The score of a row does not change by a bit with page
-/// size, page placement, batch or thread
+/// O(live rows * group * value_dim * hidden) time; no allocation
 /// \par Source
 /// Feng et al., 2025, arXiv:2502.03805 (CriticalKV); the group's mean as kvpress
 class OutputNormFactor {
@@ -41,9 +40,8 @@ class OutputNormFactor {
 
   /// Working space of one call.
   [[nodiscard]] std::size_t scratch_bytes(const PlanShape& shape) const noexcept {
-    return detail::largest_need(std::max(1, shape.value_dim), [](std::int32_t dim) {
-      return Arena::bytes_for([&](Arena& arena) { return Layout{arena, dim}; });
-    });
+    return detail::largest_need(shape.value_dim,
+                                [](Arena& arena, std::int32_t dim) { return Layout{arena, dim}; });
   }
   /// `bad_observation` without W_O, with one of another value_dim than the values', with query heads that are not a
   /// multiple of the KV heads or not those of the queries, or where the values are not readable.

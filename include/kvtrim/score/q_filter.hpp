@@ -23,8 +23,7 @@ namespace kvtrim {
 /// \par Ties
 /// none broken here. NaN: a key that is not finite scores NaN; with a filter that is not finite, all rows of its head do
 /// \par Complexity
-/// O(live rows * head_dim) time, one read of the keys; no allocation. Row-local. The score of a row does not change by a
-/// bit with page size, page placement, batch, thread or the row's index
+/// O(live rows * head_dim) time, one read of the keys; no allocation. Row-local
 /// \par Source
 /// Godey et al., 2025, arXiv:2503.02812, with the sign of the published filters (kvpress's QFilterPress)
 class QFilterScorer : public detail::RowByRow<QFilterScorer> {

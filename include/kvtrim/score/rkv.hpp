@@ -38,8 +38,7 @@ namespace kvtrim {
 /// logits overflow, has no vote; without any vote all scores are NaN, unless all rows are the window's. A key of norm 0
 /// resembles no other key
 /// \par Complexity
-/// O(live rows^2 * head_dim) time, O(live rows * (head_dim + votes)) space with votes = group * window; no allocation.
-/// The score of a row does not change by a bit with page size, page placement, batch or thread
+/// O(live rows^2 * head_dim) time, O(live rows * (head_dim + votes)) space with votes = group * window; no allocation
 /// \par Source
 /// Cai et al., 2025, arXiv:2505.24133 (R-KV); differs: softmax before the maximum over the group (`RKVGroup`); a row
 /// without a copy spares none, where the authors' code spares row 0; each sequence has its own redundancy, where theirs
@@ -119,8 +118,7 @@ class RKVScorer {
     std::span<float> logits =  // [tiles, padded, height]
         arena.take<float>((rows + height - 1) / height * padded * height);
     std::span<std::uint8_t> has_vote = arena.take<std::uint8_t>(padded);
-    std::span<double> strongest =
-        arena.take<double>(rows);  // of one query, over the heads, by rank
+    std::span<double> strongest = arena.take<double>(rows);  // of one query, by rank
     std::span<double> attention = arena.take<double>(rows);  // by rank
     std::span<double> redundancy = arena.take<double>(rows);
     std::span<float> raw_scores = arena.take<float>(rows);  // by rank

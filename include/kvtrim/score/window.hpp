@@ -35,8 +35,7 @@ namespace kvtrim {
 /// is not, has no vote; without an LSE, nor has a query that sees no live row or whose logits overflow; without any vote
 /// all scores are NaN
 /// \par Complexity
-/// O(query rows * live rows * head_dim) time; no allocation. The score of a row does not change by a bit with page
-/// size, page placement, batch or thread
+/// O(query rows * live rows * head_dim) time; no allocation
 /// \par Source
 /// Li et al., 2024, arXiv:2404.14469 (SnapKV); differs: rows are averaged by default, as kvpress and Ada-KV do, and the
 /// query heads of a group are reduced, so that there is one set per KV head
@@ -132,18 +131,21 @@ class WindowScorer {
     return any;
   }
   // Masks what the query must not see among the panel's rows first .. first + panel_rows of the tile.
-  static void mask(float* values,
+  static void mask(detail::Panel& x,
                    const Layout& mem,
                    std::int32_t first,
                    std::int32_t count,
                    Position query,
                    float value) noexcept {
+    alignas(64) float values[detail::panel_rows];
+    detail::store_panel(x, values);
     for (std::int32_t i = 0; i < detail::panel_rows; ++i) {
       const std::int32_t t = first + i;
       if (t >= count || mem.tiles.bad[index(t)] != 0 || mem.tiles.positions[index(t)] > query) {
         values[i] = value;
       }
     }
+    detail::load_panel(values, x);
   }
 
   void attend_with_lse(const HeadRef& head,
@@ -160,11 +162,7 @@ class WindowScorer {
           for (std::int32_t p = 0; p < detail::panel_packets; ++p) {
             x[p] = detail::pexp(detail::psub(scaled(values + p * detail::packet_floats), lse));
           }
-          if (masked) {
-            detail::store_panel(x, values);
-            mask(values, mem, row, count, mem.query_positions[index(q % mem.votes)], 0.0F);
-            detail::load_panel(values, x);
-          }
+          if (masked) { mask(x, mem, row, count, mem.query_positions[index(q % mem.votes)], 0.0F); }
           reduction.add(q, x);
         });
         const std::int32_t rows = std::min(detail::panel_rows, count - row);
@@ -207,15 +205,9 @@ class WindowScorer {
           for (std::int32_t p = 0; p < detail::panel_packets; ++p) {
             x[p] = scaled(values + p * detail::packet_floats);
           }
-          if (any_hidden) {
-            detail::store_panel(x, values);
-            mask(values, mem, row, count, position, lowest);
-            detail::load_panel(values, x);
-          }
+          if (any_hidden) { mask(x, mem, row, count, position, lowest); }
           Packet highest = x[0];
-          for (std::int32_t p = 1; p < detail::panel_packets; ++p) {
-            highest = detail::pmax(highest, x[p]);
-          }
+          for (const Packet& y : x) { highest = detail::pmax(highest, y); }
           // A new maximum is rare: the sums so far are rescaled, stored exponentials keep their reference.
           float reference = mem.maxima[index(q)];
           if (const float maximum = detail::predux_max(highest); maximum > reference) {
@@ -227,19 +219,13 @@ class WindowScorer {
             mem.maxima[index(q)] = reference = maximum;
           }
           references_of(panel)[q] = reference;
-          for (std::int32_t p = 0; p < detail::panel_packets; ++p) {
-            x[p] = detail::pexp(detail::psub(x[p], detail::pset1<Packet>(reference)));
+          for (Packet& y : x) {
+            y = detail::pexp(detail::psub(y, detail::pset1<Packet>(reference)));
           }
-          float* const to = exponentials_of(panel, q);
-          detail::store_panel(x, to);
-          if (any_hidden) {
-            mask(to, mem, row, count, position, 0.0F);
-            detail::load_panel(to, x);
-          }
+          if (any_hidden) { mask(x, mem, row, count, position, 0.0F); }
+          detail::store_panel(x, exponentials_of(panel, q));
           Packet sum = detail::pload<Packet>(lanes_of(q));
-          for (std::int32_t p = 0; p < detail::panel_packets; ++p) {
-            sum = detail::padd(sum, x[p]);
-          }
+          for (const Packet& y : x) { sum = detail::padd(sum, y); }
           detail::pstore(lanes_of(q), sum);
         });
       }
@@ -272,9 +258,7 @@ class WindowScorer {
         const auto factor = static_cast<float>(static_cast<double>(shrink) / mem.sums[index(q)]);
         detail::Panel x;
         detail::load_panel(exponentials_of(panel, q), x);
-        for (std::int32_t p = 0; p < detail::panel_packets; ++p) {
-          x[p] = detail::pmul(x[p], detail::pset1<Packet>(factor));
-        }
+        for (Packet& y : x) { y = detail::pmul(y, detail::pset1<Packet>(factor)); }
         reduction.add(q, x);
       }
       const std::int32_t rows = std::min(detail::panel_rows, mem.rows - first);

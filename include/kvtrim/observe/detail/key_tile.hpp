@@ -27,12 +27,17 @@ inline constexpr std::int32_t tile_floats = 30'720;
   return fitting < 48 ? 48 : fitting > 240 ? 240 : fitting;
 }
 
-/// Largest f(dim) over all head dims up to `head_dim`, if f grows with dim as long as the tile height stays the same.
-template <class F>
-[[nodiscard]] std::size_t largest_need(std::int32_t head_dim, F&& f) noexcept {
-  std::size_t most = f(head_dim);
-  for (std::int32_t rows = tile_rows(head_dim); rows < 240; rows += 48) {
-    most = std::max(most, f(tile_floats / (rows + 48)));  // the last dim with taller tiles
+/// Bytes of what `take(arena, dim)` takes, for the worst of all head dims up to `head_dim`, if it grows with the dim as long
+/// as the tile height stays the same.
+template <class Take>
+[[nodiscard]] std::size_t largest_need(std::int32_t head_dim, const Take& take) noexcept {
+  const auto need = [&](std::int32_t dim) {
+    return Arena::bytes_for([&](Arena& arena) { return take(arena, dim); });
+  };
+  const std::int32_t largest = std::max(1, head_dim);
+  std::size_t most = need(largest);
+  for (std::int32_t rows = tile_rows(largest); rows < 240; rows += 48) {
+    most = std::max(most, need(tile_floats / (rows + 48)));  // the last dim with taller tiles
   }
   return most;
 }
