@@ -6,7 +6,6 @@
 #include <kvtrim/core/order_key.hpp>
 #include <kvtrim/core/types.hpp>
 #include <kvtrim/select/protection.hpp>
-#include <kvtrim/select/top_k.hpp>
 
 #include <algorithm>
 #include <cstddef>
@@ -72,12 +71,14 @@ struct Victim {
   for (std::int32_t begin = first; begin < last; begin += block) {
     const std::int32_t n = std::min(block, last - begin);
     const float* const score = scores.data() + begin;
+    std::uint32_t nans = 0;
     if (positions == nullptr) {
-      const auto count = static_cast<std::size_t>(n);
-      victim.nan_count += order_keys({score, count}, {keys, count});
+      for (std::int32_t i = 0; i < n; ++i) {
+        keys[i] = order_key(score[i]);
+        nans += is_nan(score[i]) ? 1U : 0U;
+      }
     } else {
       const std::int32_t* const at = positions + begin;
-      std::uint32_t nans = 0;
       for (std::int32_t i = 0; i < n; ++i) {
         // No short circuit: a branch per row would cost more than the comparison.
         const bool candidate = static_cast<unsigned>(at[i] >= begin_position) &
@@ -85,8 +86,8 @@ struct Victim {
         keys[i] = candidate ? order_key(score[i]) : none;
         nans += static_cast<unsigned>(candidate) & static_cast<unsigned>(is_nan(score[i]));
       }
-      victim.nan_count += nans;
     }
+    victim.nan_count += nans;
     std::uint32_t least = none;
     for (std::int32_t i = 0; i < n; ++i) { least = std::min(least, keys[i]); }
     if (least == none || least > lowest) { continue; }
