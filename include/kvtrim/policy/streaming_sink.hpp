@@ -57,8 +57,9 @@ class StreamingSink {
                         detail::Sizes{{"sinks", params_.sinks}, {"recent", params_.recent, 1}});
     detail::check_sizes("kvtrim::StreamingSink",
                         detail::Sizes{{"sinks + recent", params_.sinks + params_.recent}});
-    for (const auto& limit : {detail::Size{"capacity", params_.capacity},
-                              detail::Size{"hard_budget", params_.hard_budget}}) {
+    const detail::Size limits[]{{"capacity", params_.capacity},
+                                {"hard_budget", params_.hard_budget}};
+    for (const detail::Size& limit : limits) {
       if (limit.value == 0) { continue; }
       if (limit.value <= params_.sinks) {
         throw_invalid_argument("kvtrim::StreamingSink: {} {} must be above sinks {}",
