@@ -32,12 +32,11 @@ struct FadingNorm {
              std::span<std::byte> scratch,
              std::span<float> out) const noexcept {
     auto* const key = reinterpret_cast<float*>(scratch.data());
-    const std::int32_t next = head.state().next_position;
     for (std::int32_t r = 0; r < head.live_rows(); ++r) {
       kvtrim::load_row(head.view.k, head.key(r), key);  // whatever its layout and dtype
       float square = 0;
       for (std::int32_t d = 0; d < head.view.k.head_dim; ++d) { square += key[d] * key[d]; }
-      const auto age = static_cast<float>(next - raw(head.position(r)));
+      const auto age = static_cast<float>(head.state().next_position - raw(head.position(r)));
       out[static_cast<std::size_t>(r)] = std::sqrt(square) * std::exp2(-age / half_life);
     }
   }

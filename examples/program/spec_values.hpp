@@ -8,134 +8,115 @@
 #include <charconv>
 #include <cmath>
 #include <cstdint>
-#include <cstdio>
 #include <map>
+#include <sstream>
 #include <stdexcept>
 #include <string>
-#include <string_view>
-#include <system_error>
 #include <type_traits>
-#include <utility>
 #include <vector>
 
 namespace program {
 
-/// A key, and its values as `--help` shows them: the default, or all words with the default first.
-struct SpecKey {
-  std::string name;
-  std::string values;
-};
+/// The parts of `text` between separators.
+[[nodiscard]] inline std::vector<std::string> split(const std::string& text, char separator) {
+  std::vector<std::string> parts;
+  std::istringstream in(text);
+  for (std::string part; std::getline(in, part, separator);) parts.push_back(part);
+  return parts;
+}
 
-/// The words that a key may have, and what each means.
-template <class T>
-using Words = std::vector<std::pair<std::string_view, T>>;
+/// "a, b, c", of all names that are not empty.
+[[nodiscard]] inline std::string listed(const std::vector<std::string>& names) {
+  std::string text;
+  for (const std::string& name : names)
+    if (!name.empty()) text += (text.empty() ? "" : ", ") + name;
+  return text;
+}
 
 /// A parsed `name:key=value,...`. Values are read on request; every error starts with the whole text.
 class SpecValues {
  public:
   /// No text: every key has its default.
   SpecValues() = default;
-  /// \param keys_of  the keys that a name may have (`SpecKey`); throws for an unknown name
-  /// \throws std::invalid_argument if a key is unknown (the text lists the known ones) or given twice, or a part is not
-  ///   key=value
-  template <class KeysOf>
-  SpecValues(const std::string& text, KeysOf keys_of)
-      : text_(text), name_(text.substr(0, text.find(':'))) {
-    const std::vector<SpecKey> known = keys_of(name_);
-    std::string_view rest = std::string_view(text).substr(std::min(text.size(), name_.size() + 1));
-    while (!rest.empty()) {
-      const std::string_view part = rest.substr(0, rest.find(','));
-      rest.remove_prefix(std::min(rest.size(), part.size() + 1));
-      const std::string key(part.substr(0, part.find('=')));
-      if (key.size() + 1 >= part.size()) refuse("'" + std::string(part) + "' is not key=value");
-      if (std::none_of(known.begin(), known.end(), [&](const auto& k) { return k.name == key; })) {
-        std::string names;
-        for (const SpecKey& k : known) names += (names.empty() ? "" : ", ") + k.name;
-        refuse("unknown key '" + key + "'; known are " + (known.empty() ? "none" : names));
-      }
+  /// \param known  the keys that the text may have
+  /// \throws std::invalid_argument if a key is not among them or given twice, or a part is not key=value
+  SpecValues(const std::string& text, const std::vector<std::string>& known) : text_(text) {
+    const std::size_t colon = std::min(text.find(':'), text.size() - 1);
+    for (const std::string& part : split(text.substr(colon + 1), ',')) {
+      const std::string key = part.substr(0, part.find('='));
+      if (key.size() + 1 >= part.size()) refuse("'" + part + "' is not key=value");
+      if (std::ranges::find(known, key) == known.end())
+        refuse("unknown key '" + key + "'; known are " + (known.empty() ? "none" : listed(known)));
       if (!values_.emplace(key, part.substr(key.size() + 1)).second)
         refuse("key '" + key + "' is given twice");
     }
   }
 
   [[nodiscard]] const std::string& text() const noexcept { return text_; }
-  [[nodiscard]] const std::string& name() const noexcept { return name_; }
   [[nodiscard]] bool has(const std::string& key) const { return values_.contains(key); }
-  [[nodiscard]] bool is(const std::string& key, std::string_view value) const {
+  [[nodiscard]] bool is(const std::string& key, const std::string& value) const {
     return has(key) && values_.at(key) == value;
   }
-  /// What was asked for, in that order, each key once.
-  [[nodiscard]] const std::vector<SpecKey>& asked() const noexcept { return asked_; }
-  /// What an error about this text starts with.
-  [[nodiscard]] std::string start() const { return "policy '" + text_ + "': "; }
   /// \throws std::invalid_argument with the text and `what` is wrong with it
   [[noreturn]] void refuse(const std::string& what) const {
-    throw std::invalid_argument(start() + what);
+    throw std::invalid_argument("policy '" + text_ + "': " + what);
   }
   /// \throws std::invalid_argument with the key's value and `what` is wrong with it
   [[noreturn]] void fail(const std::string& key, const std::string& what) const {
     refuse(key + "=" + values_.at(key) + " " + what);
   }
 
-  /// Reads a number, or a switch (0 or 1); without the key, `value` stays. 32-bit whole numbers are clamped to -1..2^30;
-  /// policies check their own ranges.
+  /// Reads a number; without the key, `value` stays. 32-bit whole numbers are clamped to -1..2^30: policies check their own
+  /// ranges.
   template <class T>
   SpecValues& operator()(const std::string& key, T& value) {
-    if constexpr (std::is_same_v<T, bool>) {
-      return (*this)(key, value, {{"0", false}, {"1", true}});
-    } else if constexpr (std::is_integral_v<T>) {
-      const std::int64_t read =
-          parse<std::int64_t>(key, static_cast<std::int64_t>(value), "whole number");
-      value = static_cast<T>(sizeof(T) < 8 ? std::clamp<std::int64_t>(read, -1, 1 << 30) : read);
-    } else {
-      value = static_cast<T>(parse<double>(key, static_cast<double>(value), "number"));
-    }
+    std::ostringstream shown;
+    shown << value;
+    if (!asks(key, shown.str())) return *this;
+    const std::string& text = values_.at(key);
+    std::conditional_t<std::is_integral_v<T>, std::int64_t, double> read{};
+    const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), read);
+    const bool whole = error == std::errc() && end == text.data() + text.size();
+    if (!whole || !(std::abs(static_cast<double>(read)) < 1e15))
+      fail(key, std::is_integral_v<T> ? "is no whole number" : "is no number");
+    if constexpr (std::is_same_v<T, std::int32_t>)
+      read = std::clamp<std::int64_t>(read, -1, 1 << 30);
+    value = static_cast<T>(read);
     return *this;
   }
-  /// Reads one of `words`.
+  /// Reads a switch.
+  SpecValues& operator()(const std::string& key, bool& value) { return (*this)(key, value, "0|1"); }
+  /// Reads one of `words`, which stand for the values 0, 1, ... of `value`; an empty word for one that is not offered.
   template <class T>
-  SpecValues& operator()(const std::string& key,
-                         T& value,
-                         const Words<std::type_identity_t<T>>& words) {
-    std::string names, first, others;
-    for (const auto& [word, meaning] : words) {
-      names += (names.empty() ? "" : ", ") + std::string(word);
-      if (meaning == value)
-        first = word;
-      else
-        others += "|" + std::string(word);
-    }
-    ask(key, first + others);
-    if (!has(key)) return *this;
-    for (const auto& [word, meaning] : words) {
-      if (is(key, word)) return value = meaning, *this;
-    }
-    fail(key, "is unknown; known are " + names);
+  SpecValues& operator()(const std::string& key, T& value, const std::string& words) {
+    const std::vector<std::string> all = split(words, '|');
+    const auto first = static_cast<std::size_t>(value);
+    std::string shown = all.at(first);
+    for (std::size_t i = 0; i < all.size(); ++i)
+      if (i != first && !all[i].empty()) shown += "|" + all[i];
+    if (!asks(key, shown)) return *this;
+    const auto at = std::ranges::find(all, values_.at(key));
+    if (at == all.end()) fail(key, "is unknown; known are " + listed(all));
+    value = static_cast<T>(at - all.begin());
+    return *this;
   }
 
+  /// The keys that were asked for, in that order, each once, and their values as `--help` shows them: the default, or all words
+  /// with the default first.
+  [[nodiscard]] const std::vector<std::string>& keys() const noexcept { return keys_; }
+  [[nodiscard]] const std::string& shown(const std::string& key) const { return shown_.at(key); }
+
  private:
-  void ask(const std::string& key, const std::string& values) {
-    if (std::none_of(asked_.begin(), asked_.end(), [&](const auto& k) { return k.name == key; }))
-      asked_.push_back({key, values});
-  }
-  template <class T>
-  T parse(const std::string& key, T value, const std::string& what) {
-    char digits[32];
-    std::snprintf(digits, sizeof digits, "%g", static_cast<double>(value));
-    ask(key, digits);
-    if (!has(key)) return value;
-    const std::string& text = values_.at(key);
-    const auto result = std::from_chars(text.data(), text.data() + text.size(), value);
-    if (result.ec != std::errc() || result.ptr != text.data() + text.size() ||
-        !(std::abs(static_cast<double>(value)) < 1e15))
-      fail(key, "is no " + what);
-    return value;
+  // Records the key, and says whether the text has it.
+  bool asks(const std::string& key, const std::string& values) {
+    if (shown_.emplace(key, values).second) keys_.push_back(key);
+    return has(key);
   }
 
   std::string text_;
-  std::string name_;
   std::map<std::string, std::string> values_;
-  std::vector<SpecKey> asked_;
+  std::map<std::string, std::string> shown_;
+  std::vector<std::string> keys_;
 };
 
 }  // namespace program

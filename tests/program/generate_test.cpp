@@ -116,11 +116,10 @@ TEST_CASE("generate: every policy generates on, over heads of different lengths 
       "filters.f32",
       std::string(reinterpret_cast<const char*>(filters.data()), filters.size() * sizeof(float)));
   for (const auto& policy : program::methods()) {
-    const auto keys = program::keys_of(policy.name);
+    const program::SpecValues defaults = program::defaults_of(policy);
     std::string spec = std::string(policy.name);
     if (policy.name != "full") spec += ":budget=20";
-    if (std::ranges::find(keys, "kernel", &program::SpecKey::name) != keys.end())
-      spec += ",window=4";
+    if (std::ranges::find(defaults.keys(), "kernel") != defaults.keys().end()) spec += ",window=4";
     if (policy.name == "chunkkv") spec += ",chunk=4";
     if (policy.name == "lagkv") spec += ",lag=6";
     for (const bool in_cache : {false, true}) {

@@ -258,10 +258,9 @@ TEST_CASE("retention: every policy keeps what it is asked for, heads and layers 
       std::string(reinterpret_cast<const char*>(filters.data()), filters.size() * sizeof(float)));
   Arguments arguments{"--prompts", s.prompts, "--filters", path, "--removed", "0.5", "--policy"};
   for (const auto& policy : program::methods()) {
-    const auto keys = program::keys_of(policy.name);
+    const program::SpecValues defaults = program::defaults_of(policy);
     std::string spec = std::string(policy.name);
-    if (std::ranges::find(keys, "kernel", &program::SpecKey::name) != keys.end())
-      spec += ":window=4";
+    if (std::ranges::find(defaults.keys(), "kernel") != defaults.keys().end()) spec += ":window=4";
     if (policy.name == "chunkkv") spec += ",chunk=4";
     if (policy.name == "lagkv") spec += ":lag=6";
     arguments.push_back(spec);

@@ -123,13 +123,12 @@ inline std::int32_t Pyramid::rows(std::int32_t live, std::int32_t layer) const n
   return std::clamp(kept, 0, live);
 }
 
-/// Rows that layer `layer` keeps under PyramidKV's budget as kvpress computes it from a fraction. For comparisons only.
+/// Rows that layer `layer` keeps under PyramidKV's budget as kvpress computes it from a fraction. For comparisons only. What
+/// is not described here is as in `Pyramid`.
 ///
 /// \param tokens   rows of the prompt
 /// \param removed  fraction removed, averaged over the layers
-/// \param window   rows of the observation window, kept in every layer
-/// \param beta     steepness: the deepest layer keeps 1/beta of the average, before the correction for short prompts
-/// \param layer    0..layers-1
+/// \param beta     the deepest layer keeps 1/beta of the average, before the correction for short prompts
 /// \returns rows, the window's included; equal budgets where the pyramid does not fit
 /// \pre `layers >= 1 && beta > 0`
 /// \par Complexity

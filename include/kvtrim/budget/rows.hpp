@@ -6,6 +6,7 @@
 
 #include <kvtrim/core/types.hpp>
 
+#include <algorithm>
 #include <concepts>
 #include <cstdint>
 
@@ -30,9 +31,8 @@ namespace detail {
 /// own rule; the truncation of kvpress is `kvpress_rows`
 [[nodiscard]] constexpr std::int32_t rows_kept(std::int32_t rows, double removed) noexcept {
   constexpr std::int64_t one = 1'000'000'000;
-  std::int64_t kept_units = one - detail::decimal_units(removed);
-  if (kept_units < 0) { kept_units = 0; }
-  if (kept_units > one) { kept_units = one; }
+  const std::int64_t kept_units =
+      std::clamp<std::int64_t>(one - detail::decimal_units(removed), 0, one);
   const std::int64_t kept = (std::int64_t{2} * rows * kept_units + one) / (2 * one);
   if (rows < 1) { return 0; }
   return static_cast<std::int32_t>(kept < 1 ? 1 : kept);

@@ -28,8 +28,8 @@ enum class RopeKind : std::uint8_t {
 
 /// A model's RoPE.
 struct Rope {
-  std::span<const double>
-      inverse_frequencies;  ///< [layers of the model, dim / 2], or [dim / 2] with `same_for_all_layers`
+  /// [layers of the model, dim / 2], or [dim / 2] with `same_for_all_layers`
+  std::span<const double> inverse_frequencies;
   std::int32_t dim = 0;                     ///< rotated features; even
   std::int32_t offset = 0;                  ///< first rotated feature
   RopePairs pairs = RopePairs::half_split;  ///< which features are rotated together

@@ -25,31 +25,21 @@ namespace detail {
 inline constexpr std::int32_t column_sum_queries = 128;
 
 struct ColumnSumScratch {
-  TileScratch tiles;
-  std::span<float> queries;        // [column_sum_queries, head_dim], packed
-  std::span<Position> positions;   // [column_sum_queries]
-  std::span<float> lse;            // [column_sum_queries]
-  std::span<float> weights;        // [column_sum_queries] decay; 0: the query has no vote
-  std::span<float> sums;           // [tile_rows]
-  std::span<float> compensations;  // [tile_rows]
-  static ColumnSumScratch take(Arena& arena, std::int32_t head_dim) noexcept {
-    ColumnSumScratch m;
-    m.tiles = TileScratch::take(arena, head_dim);
-    m.queries = arena.take<float>(static_cast<std::int64_t>(column_sum_queries) * head_dim);
-    m.positions = arena.take<Position>(column_sum_queries);
-    m.lse = arena.take<float>(column_sum_queries);
-    m.weights = arena.take<float>(column_sum_queries);
-    m.sums = arena.take<float>(tile_rows(head_dim));
-    m.compensations = arena.take<float>(tile_rows(head_dim));
-    return m;
-  }
+  Arena& arena;
+  std::int32_t head_dim;
+  TileScratch tiles{arena, head_dim};
+  std::span<float> queries = arena.take<float>(std::int64_t{column_sum_queries} * head_dim);
+  std::span<Position> positions = arena.take<Position>(column_sum_queries);
+  std::span<float> lse = arena.take<float>(column_sum_queries);
+  std::span<float> weights = arena.take<float>(column_sum_queries);  // decay; 0: no vote
+  std::span<float> sums = arena.take<float>(tiles.rows);
+  std::span<float> compensations = arena.take<float>(tiles.rows);
 };
 }  // namespace detail
 
 /// Working space of `accumulate_column_sums`: one tile, whatever the number of rows.
 [[nodiscard]] inline std::size_t column_sums_scratch_bytes(std::int32_t head_dim) noexcept {
-  return Arena::bytes_for(
-      [&](Arena& arena) { return detail::ColumnSumScratch::take(arena, head_dim); });
+  return Arena::bytes_for([&](Arena& arena) { return detail::ColumnSumScratch{arena, head_dim}; });
 }
 
 /// Adds the attention that each of many queries pays to each live row to the accumulated scores of one KV head: the mean
@@ -70,10 +60,12 @@ inline void accumulate_column_sums(const AccumulateParams& params,
                                    const QueryBlock& queries,
                                    LayerId query_layer,
                                    std::span<std::byte> scratch) noexcept {
+  using detail::block_queries, detail::packet_floats, detail::panel_rows;
+  using detail::Packet, detail::pload, detail::pset1, detail::pstore;
   const auto [view, s, l, h] = head;
   Arena arena(scratch);
   const std::int32_t dim = view.k.head_dim;
-  const auto mem = detail::ColumnSumScratch::take(arena, dim);
+  const detail::ColumnSumScratch mem{arena, dim};
   KVTRIM_ASSERT(arena.ok() && queries.lse != nullptr);
   const std::int32_t group = queries.query_heads / view.kv_heads;
   const std::int32_t count = queries.count(s);
@@ -87,11 +79,7 @@ inline void accumulate_column_sums(const AccumulateParams& params,
   const double decay_all = decay_after(-1);
 
   detail::for_each_key_tile(head, mem.tiles, [&](std::int32_t first, std::int32_t rows) {
-    detail::pack_keys(mem.tiles, dim, rows);
-    const auto oldest_of = [&](std::int32_t begin, std::int32_t end) {
-      return *std::min_element(mem.tiles.positions.begin() + begin,
-                               mem.tiles.positions.begin() + end);
-    };
+    detail::pack_keys(mem.tiles, rows);
     for (std::int32_t t = 0; t < rows; ++t) {
       float& sum = mem.sums[index(t)];
       float& compensation = mem.compensations[index(t)];
@@ -99,14 +87,14 @@ inline void accumulate_column_sums(const AccumulateParams& params,
       compensation = view.score_compensations.at<float>(s, l, h, first + t);
       if (decay_all != 1.0) { scale_compensated(sum, compensation, decay_all); }
     }
-    const Position oldest = oldest_of(0, rows);
+    const auto first_position = mem.tiles.positions.begin();
+    const Position oldest = *std::min_element(first_position, first_position + rows);
     for (std::int32_t g = 0; g < group; ++g) {
       const std::int32_t query_head = raw(h) * group + g;
       for (std::int32_t begin = 0; begin < count; begin += detail::column_sum_queries) {
         const std::int32_t block = std::min(detail::column_sum_queries, count - begin);
-        if (queries.position(s, begin + block - 1, next) < oldest) {
-          continue;
-        }  // the whole tile lies in their future
+        const Position newest = queries.position(s, begin + block - 1, next);
+        if (newest < oldest) { continue; }  // the whole tile lies in their future
         for (std::int32_t i = 0; i < detail::padded_queries(block); ++i) {
           const float* const query =
               i < block ? queries.row(s, query_layer, query_head, begin + i) : nullptr;
@@ -119,55 +107,51 @@ inline void accumulate_column_sums(const AccumulateParams& params,
           mem.lse[index(i)] = lse;
           mem.weights[index(i)] = votes ? static_cast<float>(decay_after(begin + i)) : 0.0F;
         }
-        for (std::int32_t row = 0; row < rows; row += detail::panel_rows) {
-          const std::int32_t end = std::min(row + detail::panel_rows, rows);
-          const Position panel_oldest = oldest_of(row, end);
-          const Position panel_newest = *std::max_element(mem.tiles.positions.begin() + row,
-                                                          mem.tiles.positions.begin() + end);
+        for (std::int32_t row = 0; row < rows; row += panel_rows) {
+          const std::int32_t end = std::min(row + panel_rows, rows);
+          const auto positions = mem.tiles.positions.subspan(index(row), index(end - row));
+          const auto [panel_oldest, panel_newest] =
+              std::minmax_element(positions.begin(), positions.end());
           // Only short sums are plain fp32; the long one is compensated.
-          alignas(64) float partial[detail::panel_rows] = {};
+          alignas(64) float partial[panel_rows] = {};
           const auto flush = [&] {
             for (std::int32_t t = row; t < end; ++t) {
-              add_compensated(
-                  mem.sums[index(t)], mem.compensations[index(t)], partial[t - row] * share);
+              const float x = partial[t - row] * share;
+              add_compensated(mem.sums[index(t)], mem.compensations[index(t)], x);
             }
             std::fill(std::begin(partial), std::end(partial), 0.0F);
           };
+          const auto add_query = [&](std::int32_t i, float* x) {
+            const Position position = mem.positions[index(i)];
+            if (position < *panel_oldest || mem.weights[index(i)] == 0) { return; }
+            const auto lse = pset1<Packet>(mem.lse[index(i)]);
+            for (std::int32_t p = 0; p < panel_rows; p += packet_floats) {
+              pstore(x + p, detail::pexp(detail::psub(scaled(x + p), lse)));
+            }
+            if (position < *panel_newest) {
+              for (std::int32_t t = row; t < end; ++t) {
+                if (mem.tiles.positions[index(t)] > position) { x[t - row] = 0; }
+              }
+            }
+            const auto weight = pset1<Packet>(mem.weights[index(i)]);
+            for (std::int32_t p = 0; p < panel_rows; p += packet_floats) {
+              Packet y = pload<Packet>(x + p);
+              if (params.squared) { y = detail::pmul(y, y); }
+              pstore(partial + p, detail::pmadd(y, weight, pload<Packet>(partial + p)));
+            }
+          };
           // Leading queries that see nothing of the panel are skipped, in whole register blocks.
           std::int32_t seeing = 0;
-          while (seeing < block && mem.positions[index(seeing)] < panel_oldest) { ++seeing; }
+          while (seeing < block && mem.positions[index(seeing)] < *panel_oldest) { ++seeing; }
+          seeing -= seeing % block_queries;
+          const auto add_block = [&](std::int32_t q, float* logits) {
+            for (std::int32_t i = q; i < std::min(q + block_queries, block); ++i) {
+              add_query(i, logits + static_cast<std::ptrdiff_t>(i - q) * panel_rows);
+            }
+            if ((q + block_queries) % 32 == 0) { flush(); }
+          };
           detail::for_each_logit_block(
-              mem.tiles,
-              dim,
-              row,
-              mem.queries.data(),
-              seeing / detail::block_queries * detail::block_queries,
-              block,
-              [&](std::int32_t q, float* logits) {
-                for (std::int32_t i = q; i < std::min(q + detail::block_queries, block); ++i) {
-                  const Position position = mem.positions[index(i)];
-                  if (position < panel_oldest || mem.weights[index(i)] == 0) { continue; }
-                  float* const x = logits + static_cast<std::ptrdiff_t>(i - q) * detail::panel_rows;
-                  const auto lse = detail::pset1<detail::Packet>(mem.lse[index(i)]);
-                  for (std::int32_t p = 0; p < detail::panel_rows; p += detail::packet_floats) {
-                    detail::pstore(x + p, detail::pexp(detail::psub(scaled(x + p), lse)));
-                  }
-                  if (position < panel_newest) {
-                    for (std::int32_t t = row; t < end; ++t) {
-                      if (mem.tiles.positions[index(t)] > position) { x[t - row] = 0; }
-                    }
-                  }
-                  const auto weight = detail::pset1<detail::Packet>(mem.weights[index(i)]);
-                  for (std::int32_t p = 0; p < detail::panel_rows; p += detail::packet_floats) {
-                    detail::Packet y = detail::pload<detail::Packet>(x + p);
-                    if (params.squared) { y = detail::pmul(y, y); }
-                    detail::pstore(
-                        partial + p,
-                        detail::pmadd(y, weight, detail::pload<detail::Packet>(partial + p)));
-                  }
-                }
-                if ((q + detail::block_queries) % 32 == 0) { flush(); }
-              });
+              mem.tiles, row, mem.queries.data(), seeing, block, add_block);
           flush();
         }
       }

@@ -25,14 +25,12 @@ struct QueryBlock {
   const float* data = nullptr;   ///< sequence 0, layer 0, head 0, row 0; null: no queries
   std::int32_t query_heads = 0;  ///< a multiple of the KV heads
   std::int32_t rows = 0;         ///< rows per sequence if `row_counts` is null
-  const std::int32_t* row_firsts =
-      nullptr;  ///< [sequences] first row (ragged batches, rings); null: 0
+  const std::int32_t* row_firsts = nullptr;  ///< [sequences] first row (ragged, rings); null: 0
   const std::int32_t* row_counts = nullptr;  ///< [sequences] rows; null: `rows` each
-  std::int64_t sequence_stride =
-      0;                          ///< floats between sequences; 0 if `row_firsts` index one array
-  std::int64_t layer_stride = 0;  ///< floats between layers
-  std::int64_t head_stride = 0;   ///< floats between query heads
-  std::int64_t row_stride = 0;    ///< floats between rows
+  std::int64_t sequence_stride = 0;  ///< floats between sequences; 0: `row_firsts` index one array
+  std::int64_t layer_stride = 0;     ///< floats between layers
+  std::int64_t head_stride = 0;      ///< floats between query heads
+  std::int64_t row_stride = 0;       ///< floats between rows
   const Position* positions = nullptr;  ///< position of a row; null: the last rows of the sequence
   std::int64_t position_sequence_stride = 0;  ///< positions between sequences
   const float* lse = nullptr;  ///< log-sum-exp of the scaled, causal logits; null: computed
@@ -171,13 +169,11 @@ struct Observation {
   QueryBlock queries{};    ///< for policies that score by the prompt's last queries
   SequencePlane scores{};  ///< ready-made fp32 scores by row, used instead of the policy's scorer
   HeadVectors filters{};   ///< for QFilter
-  QueryStatistics statistics{};  ///< for ExpectedAttention
-  OutputProjection output{};     ///< for CriticalKV and `OutputNorm`
-  PageScoreArray
-      page_scores{};  ///< ready-made page scores (`accumulate_page_scores`), for page policies
-  const std::int32_t* budgets =
-      nullptr;           ///< rows to keep, instead of the policy's own budget; null: the policy's
-  RowMap budget_rows{};  ///< index of (sequence, layer, KV head) in `budgets`
+  QueryStatistics statistics{};           ///< for ExpectedAttention
+  OutputProjection output{};              ///< for CriticalKV and `OutputNorm`
+  PageScoreArray page_scores{};           ///< from `accumulate_page_scores`, for page policies
+  const std::int32_t* budgets = nullptr;  ///< rows to keep; null: the policy's own budget
+  RowMap budget_rows{};                   ///< index of (sequence, layer, KV head) in `budgets`
 
   /// Budget given for (sequence, layer, KV head); -1: none.
   [[nodiscard]] std::int32_t budget(SequenceId s, LayerId l, HeadId h) const noexcept {

@@ -4,12 +4,13 @@
 // One query after another, each a rank-one update in double: the result does not change by a bit however a prompt is cut
 // into chunks, and no query is kept.
 
-#include <kvtrim/core/error.hpp>
 #include <kvtrim/observe/detail/key_tile.hpp>
 #include <kvtrim/observe/observation.hpp>
+#include <kvtrim/policy/detail/check_sizes.hpp>
 
 #include <Eigen/Core>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
@@ -39,18 +40,12 @@ class QueryMoments {
   /// Makes empty moments.
   /// \throws std::invalid_argument if an extent is below 1 or `sinks` negative
   explicit QueryMoments(const Params& params) : p_(params) {
-    if (p_.sequences < 1 || p_.layers < 1 || p_.query_heads < 1 || p_.head_dim < 1 ||
-        p_.sinks < 0) {
-      throw_invalid_argument(
-          "kvtrim::QueryMoments: sequences {}, layers {}, query_heads {} and head_dim {} must be "
-          "at "
-          "least 1, sinks {} at least 0",
-          p_.sequences,
-          p_.layers,
-          p_.query_heads,
-          p_.head_dim,
-          p_.sinks);
-    }
+    detail::check_sizes("kvtrim::QueryMoments",
+                        {{"sequences", p_.sequences, 1},
+                         {"layers", p_.layers, 1},
+                         {"query_heads", p_.query_heads, 1},
+                         {"head_dim", p_.head_dim, 1},
+                         {"sinks", p_.sinks}});
     const std::size_t layers = index(p_.sequences) * index(p_.layers);
     const std::size_t heads = layers * index(p_.query_heads);
     const std::size_t dim = index(p_.head_dim);
@@ -113,7 +108,7 @@ class QueryMoments {
   void reset(SequenceId s) noexcept {
     const auto clear = [&](auto& v) {
       const std::size_t part = v.size() / index(p_.sequences);
-      for (std::size_t i = part * index(raw(s)); i < part * (index(raw(s)) + 1); ++i) { v[i] = {}; }
+      std::fill_n(v.data() + part * index(raw(s)), part, 0);
     };
     clear(seen_), clear(counts_), clear(means_), clear(products_);
   }
@@ -122,9 +117,7 @@ class QueryMoments {
   void fork(SequenceId from, SequenceId to) noexcept {
     const auto copy = [&](auto& v) {
       const std::size_t part = v.size() / index(p_.sequences);
-      for (std::size_t i = 0; i < part; ++i) {
-        v[part * index(raw(to)) + i] = v[part * index(raw(from)) + i];
-      }
+      std::copy_n(v.data() + part * index(raw(from)), part, v.data() + part * index(raw(to)));
     };
     copy(seen_), copy(counts_), copy(means_), copy(products_), copy(mean_), copy(covariance_);
   }

@@ -5,8 +5,8 @@
 // wherever the ring stands.
 
 #include <kvtrim/cache/cache_view.hpp>
-#include <kvtrim/core/error.hpp>
 #include <kvtrim/observe/observation.hpp>
+#include <kvtrim/policy/detail/check_sizes.hpp>
 
 #include <algorithm>
 #include <cstddef>
@@ -42,17 +42,12 @@ class QueryRing {
   /// Makes an empty ring.
   /// \throws std::invalid_argument if an extent is below 1
   explicit QueryRing(const Params& params) : p_(params) {
-    if (p_.sequences < 1 || p_.layers < 1 || p_.query_heads < 1 || p_.head_dim < 1 ||
-        p_.window < 1) {
-      throw_invalid_argument(
-          "kvtrim::QueryRing: sequences {}, layers {}, query_heads {}, head_dim {} and window {} "
-          "must be at least 1",
-          p_.sequences,
-          p_.layers,
-          p_.query_heads,
-          p_.head_dim,
-          p_.window);
-    }
+    detail::check_sizes("kvtrim::QueryRing",
+                        {{"sequences", p_.sequences, 1},
+                         {"layers", p_.layers, 1},
+                         {"query_heads", p_.query_heads, 1},
+                         {"head_dim", p_.head_dim, 1},
+                         {"window", p_.window, 1}});
     const auto heads = index(p_.sequences) * index(p_.layers) * index(p_.query_heads);
     queries_.resize(heads * index(2 * p_.window) * index(p_.head_dim));
     if (p_.lse) { lse_.resize(heads * index(2 * p_.window)); }
@@ -100,9 +95,7 @@ class QueryRing {
 
   /// Forgets the queries of sequence `s`.
   void reset(SequenceId s) noexcept {
-    for (std::int32_t l = 0; l < p_.layers; ++l) {
-      seen_[index(raw(s)) * index(p_.layers) + index(l)] = 0;
-    }
+    std::fill_n(seen_.data() + index(raw(s)) * index(p_.layers), p_.layers, 0);
     counts_[index(raw(s))] = 0;
     firsts_[index(raw(s))] = 0;
   }
@@ -110,11 +103,8 @@ class QueryRing {
   /// Copies the queries of `from` to `to`, as a fork of the sequence does.
   void fork(SequenceId from, SequenceId to) noexcept {
     const auto copy = [&](auto& v) {
-      const auto part = v.size() / index(p_.sequences);
-      const auto begin = v.begin() + static_cast<std::ptrdiff_t>(part * index(raw(from)));
-      std::copy(begin,
-                begin + static_cast<std::ptrdiff_t>(part),
-                v.begin() + static_cast<std::ptrdiff_t>(part * index(raw(to))));
+      const std::size_t part = v.size() / index(p_.sequences);
+      std::copy_n(v.data() + part * index(raw(from)), part, v.data() + part * index(raw(to)));
     };
     copy(queries_), copy(lse_), copy(positions_), copy(firsts_), copy(counts_), copy(seen_);
   }

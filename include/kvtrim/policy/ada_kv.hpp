@@ -10,7 +10,6 @@
 #include <kvtrim/policy/policy.hpp>
 
 #include <concepts>
-#include <cstdint>
 #include <string_view>
 
 namespace kvtrim {

@@ -32,9 +32,8 @@ struct Chunked {
   static constexpr std::string_view title = detail::title_around<"kvtrim::Chunked", Scores>;
   static constexpr Protection protects = Scores::protects;
 
-  Scores scores{};  ///< of a token
-  std::int32_t chunk =
-      20;  ///< tokens of a chunk; chunk c is positions c * chunk .. c * chunk + chunk - 1
+  Scores scores{};          ///< of a token
+  std::int32_t chunk = 20;  ///< tokens of a chunk; chunk c begins at position c * chunk
 
   /// \throws std::invalid_argument if the chunk is below 1, or a parameter of the scores out of range
   constexpr void check(std::string_view who) const {
@@ -119,13 +118,11 @@ class ChunkKV {
   /// Rows that stay.
   [[nodiscard]] constexpr Demand demand(const DemandInput& in) const noexcept {
     const std::int64_t chunk = params_.chunk;
-    const std::int32_t budget =
-        in.budget >= 0 ? in.budget : static_cast<std::int32_t>(params_.budget);
     const std::int64_t next = in.state.next_position;
     const std::int64_t window = std::max<std::int64_t>(0, next - params_.recent) / chunk * chunk;
     const std::int64_t first = (params_.sinks + chunk - 1) / chunk * chunk;
     const std::int64_t recent = params_.recent > 0 ? next - window : 0;
-    return {std::min(budget, in.live),
+    return {std::min(in.budget_or(params_.budget), in.live),
             {static_cast<std::int32_t>(first),
              static_cast<std::int32_t>(std::min<std::int64_t>(recent, in.live))},
             0,

@@ -28,30 +28,26 @@ enum class HeavyMode : std::uint8_t {
 /// \tparam Mode    which algorithm
 template <class Scores, HeavyMode Mode>
 struct HeavyHitterParams {
-  std::int64_t heavy = 512;  ///< rows kept for their score
-  std::int64_t recent =
-      Mode == HeavyMode::greedy ? 0 : 512;      ///< last rows, always kept; 0 in `greedy`
-  std::int64_t sinks = Scores::protects.sinks;  ///< first rows, always kept
-  std::int64_t interval =
-      1;  ///< rows over the budget that trigger a cut: up to interval - 1 more rows stay
-  std::int64_t grace = 0;                     ///< rows younger than this many steps are not evicted
-  Scores scores{};                            ///< what ranks the rows
+  std::int64_t heavy = 512;                                   ///< rows kept for their score
+  std::int64_t recent = Mode == HeavyMode::greedy ? 0 : 512;  ///< last rows, always kept
+  std::int64_t sinks = Scores::protects.sinks;                ///< first rows, always kept
+  std::int64_t interval = 1;  ///< rows over the budget that trigger a cut: fewer of them stay
+  std::int64_t grace = 0;     ///< rows younger than this many steps are not evicted
+  Scores scores{};            ///< what ranks the rows
   Removal removal = Removal::overwrite_slot;  ///< how rows are removed
 };
 
 /// Parameters of `HeavyHitter`.
 template <HeavyMode Mode>
 struct HeavyHitterParams<AccumulateParams, Mode> {
-  std::int64_t heavy = 512;  ///< rows kept for their score
-  std::int64_t recent =
-      Mode == HeavyMode::greedy ? 0 : 512;  ///< last rows, always kept; 0 in `greedy`
-  std::int64_t sinks = 0;                   ///< first rows, always kept
-  std::int64_t interval =
-      1;  ///< rows over the budget that trigger a cut: up to interval - 1 more rows stay
-  std::int64_t grace = 0;                     ///< rows younger than this many steps are not evicted
-  float decay = 1.0F;                         ///< factor applied to the old sums at each query
-  bool age_normalised = false;                ///< rank by sum / number of queries that saw the row
-  bool squared = false;                       ///< accumulate squared probabilities
+  std::int64_t heavy = 512;                                   ///< rows kept for their score
+  std::int64_t recent = Mode == HeavyMode::greedy ? 0 : 512;  ///< last rows, always kept
+  std::int64_t sinks = 0;                                     ///< first rows, always kept
+  std::int64_t interval = 1;    ///< rows over the budget that trigger a cut: fewer of them stay
+  std::int64_t grace = 0;       ///< rows younger than this many steps are not evicted
+  float decay = 1.0F;           ///< factor applied to the old sums at each query
+  bool age_normalised = false;  ///< rank by sum / number of queries that saw the row
+  bool squared = false;         ///< accumulate squared probabilities
   Removal removal = Removal::overwrite_slot;  ///< how rows are removed
 };
 
@@ -111,8 +107,7 @@ class HeavyHitter {
     } else if (p.recent == 0 && p.grace == 0) {
       throw_invalid_argument(
           "{}: with recent 0 and grace 0 each new row competes at once, and goes first where "
-          "scores "
-          "have to accumulate; give one of them, or use greedy",
+          "scores have to accumulate; give one of them, or use greedy",
           who);
     }
     const std::int64_t last = std::max(p.recent, p.grace);
@@ -139,7 +134,7 @@ class HeavyHitter {
   [[nodiscard]] constexpr Demand demand(const DemandInput& in) const noexcept {
     const auto sinks = static_cast<std::int32_t>(params_.sinks);
     const auto recent = static_cast<std::int32_t>(params_.recent);
-    const std::int32_t keep = in.budget >= 0 ? in.budget : budget();
+    const std::int32_t keep = in.budget_or(budget());
     std::int32_t window = std::max(recent, static_cast<std::int32_t>(params_.grace));
     if (in.live - keep < params_.interval) {
       return {in.live, {sinks, window}, recent, Status::ok};

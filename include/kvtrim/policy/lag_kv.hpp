@@ -96,8 +96,7 @@ class LagKV {
     std::int64_t budget = 1024;  ///< rows that stay, sinks and last partitions included
     std::int64_t sinks = 4;      ///< first rows, always kept
     std::int64_t lag = 128;      ///< rows per partition
-    bool cross_scoring =
-        false;  ///< compare rows of different partitions by their scores, not ranks
+    bool cross_scoring = false;  ///< compare rows of different partitions by scores, not ranks
   };
   static constexpr std::string_view name = "lagkv";
 
@@ -122,8 +121,7 @@ class LagKV {
 
   /// Rows that stay.
   [[nodiscard]] constexpr Demand demand(const DemandInput& in) const noexcept {
-    const std::int32_t keep =
-        std::min(in.budget >= 0 ? in.budget : static_cast<std::int32_t>(params_.budget), in.live);
+    const std::int32_t keep = std::min(in.budget_or(params_.budget), in.live);
     const LagLayout layout = lag_layout(scorer(), in.state, in.live);
     const auto sinks = static_cast<std::int32_t>(params_.sinks);
     const std::int32_t scored = layout.scored(static_cast<std::int32_t>(params_.lag));
@@ -190,9 +188,8 @@ class RecursiveLagKV {
     const LagLayout layout = lag_layout(scorer(), in.state, in.live);
     const std::int32_t scored = layout.scored(lag);
     const auto gone = scored / lag * (lag - static_cast<std::int32_t>(params_.keep));
-    const std::int32_t keep = in.budget >= 0 ? in.budget : in.live - gone;
-    return {
-        std::min(keep, in.live), {layout.begin, in.live - layout.begin - scored}, 0, Status::ok};
+    const std::int32_t keep = std::min(in.budget_or(in.live - gone), in.live);
+    return {keep, {layout.begin, in.live - layout.begin - scored}, 0, Status::ok};
   }
   /// Rows close up in order.
   [[nodiscard]] constexpr Removal removal() const noexcept { return Removal::stable_pack; }

@@ -36,8 +36,7 @@ struct PageScoreParams {
   HeadNorm norm = HeadNorm::sum;                 ///< per KV head
   PageReduction reduction = PageReduction::max;  ///< over a page's rows
   std::int32_t top_m = 4;                        ///< rows of `top_m`
-  Reduction heads =
-      Reduction::sum;  ///< over KV heads (and layers) that share a page set; mean = sum
+  Reduction heads = Reduction::sum;  ///< over KV heads and layers of one page set; mean = sum
 };
 
 /// What shares one set of pages. Never finer than what a page table serves.

@@ -24,18 +24,21 @@ struct DemandInput {
   std::int32_t live = 0;       ///< live rows
   std::int32_t page_size = 1;  ///< rows per page
   std::int32_t first_row = 0;  ///< rows of left padding, included when counting page borders
-  std::int32_t budget =
-      -1;           ///< budget given at run time (`Observation::budgets`); -1: the policy's own
-  LayerId layer{};  ///< layer of the model
-  std::int32_t layers = 1;  ///< layers of the model
+  std::int32_t budget = -1;    ///< given at run time (`Observation::budgets`); -1: the policy's own
+  LayerId layer{};             ///< layer of the model
+  std::int32_t layers = 1;     ///< layers of the model
+
+  /// Rows that stay: the budget given at run time, or else `own`.
+  [[nodiscard]] constexpr std::int32_t budget_or(std::int64_t own) const noexcept {
+    return budget >= 0 ? budget : static_cast<std::int32_t>(own);
+  }
 };
 
 /// How many rows stay, and which rows are not candidates.
 struct Demand {
-  std::int32_t keep = 0;  ///< rows that stay; `live` or more: nothing is evicted
-  Protection protection;  ///< sinks and recent rows, in position order
-  std::int32_t window =
-      0;  ///< rows of the recent window itself: the row before them gives its slot to the next append
+  std::int32_t keep = 0;       ///< rows that stay; `live` or more: nothing is evicted
+  Protection protection;       ///< sinks and recent rows, in position order
+  std::int32_t window = 0;     ///< last rows: the one before them gives its slot to the next append
   Status status = Status::ok;  ///< `chunk_too_long` if the demand cannot be met
 };
 

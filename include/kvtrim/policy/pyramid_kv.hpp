@@ -59,10 +59,8 @@ class PyramidKV {
   /// tokens seen, so that what a first eviction left is not cut again.
   [[nodiscard]] Demand demand(const DemandInput& in) const noexcept {
     Demand demand = snapkv_.demand(in);
-    const std::int32_t budget =
-        in.budget >= 0 ? in.budget : static_cast<std::int32_t>(params_.snapkv.budget);
     const std::int32_t tokens = std::max(in.live, in.state.next_position);
-    const Pyramid budgets = pyramid(budget, in.layers);
+    const Pyramid budgets = pyramid(in.budget_or(params_.snapkv.budget), in.layers);
     demand.keep =
         std::min(in.live, budgets.rows(tokens, std::min(raw(in.layer), budgets.layers - 1)));
     return demand;

@@ -112,9 +112,7 @@ class SnapKVSelector {
 
   /// Rows that stay.
   [[nodiscard]] constexpr Demand demand(const DemandInput& in) const noexcept {
-    const std::int32_t budget =
-        in.budget >= 0 ? in.budget : static_cast<std::int32_t>(params_.budget);
-    return {std::min(budget, in.live),
+    return {std::min(in.budget_or(params_.budget), in.live),
             {static_cast<std::int32_t>(params_.sinks), recent()},
             recent(),
             Status::ok};

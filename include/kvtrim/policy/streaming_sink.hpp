@@ -40,8 +40,7 @@ class StreamingSink {
   struct Params {
     std::int64_t sinks = 4;      ///< first rows, always kept
     std::int64_t recent = 1024;  ///< last rows, always kept
-    std::int64_t capacity =
-        0;  ///< rows that the cache can hold; recent is cut to capacity - sinks. 0: no limit
+    std::int64_t capacity = 0;   ///< rows of the cache: recent is cut to what fits; 0: no limit
     /// Rows that stay at most after a cut, whole pages counted: recent is cut to hard_budget - sinks, and in `pages` form
     /// the window shrinks to a page border; if not even one page fits, one stays and the plan is `over_budget`. 0: no limit
     std::int64_t hard_budget = 0;
@@ -58,21 +57,17 @@ class StreamingSink {
                         detail::Sizes{{"sinks", params_.sinks}, {"recent", params_.recent, 1}});
     detail::check_sizes("kvtrim::StreamingSink",
                         detail::Sizes{{"sinks + recent", params_.sinks + params_.recent}});
-    if (params_.capacity != 0 && params_.sinks >= params_.capacity) {
-      throw_invalid_argument("kvtrim::StreamingSink: sinks {} must be below the capacity {}",
-                             params_.sinks,
-                             params_.capacity);
-    }
-    if (params_.hard_budget != 0 && params_.hard_budget <= params_.sinks) {
-      throw_invalid_argument("kvtrim::StreamingSink: hard_budget {} must be above sinks {}",
-                             params_.hard_budget,
-                             params_.sinks);
-    }
-    if (params_.capacity != 0) {
-      params_.recent = std::min(params_.recent, params_.capacity - params_.sinks);
-    }
-    if (params_.hard_budget != 0) {
-      params_.recent = std::min(params_.recent, params_.hard_budget - params_.sinks);
+    const detail::Size limits[]{{"capacity", params_.capacity},
+                                {"hard_budget", params_.hard_budget}};
+    for (const detail::Size& limit : limits) {
+      if (limit.value == 0) { continue; }
+      if (limit.value <= params_.sinks) {
+        throw_invalid_argument("kvtrim::StreamingSink: {} {} must be above sinks {}",
+                               limit.name,
+                               limit.value,
+                               params_.sinks);
+      }
+      params_.recent = std::min(params_.recent, limit.value - params_.sinks);
     }
   }
 

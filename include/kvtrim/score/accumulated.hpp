@@ -62,9 +62,6 @@ class AccumulatedScorer {
 static_assert(Scorer<AccumulatedScorer>);
 
 /// `AccumulateParams` are scored by `AccumulatedScorer`.
-template <>
-struct ScorerOf<AccumulateParams> {
-  using type = AccumulatedScorer;
-};
+AccumulatedScorer scorer_of(ScoreTag<AccumulateParams>);
 
 }  // namespace kvtrim

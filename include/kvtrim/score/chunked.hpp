@@ -1,11 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Chunks are cut by position, not by row: a row is in the same chunk after an eviction as before it.
-
 #include <kvtrim/cache/live_rows.hpp>
 #include <kvtrim/policy/chunk_kv.hpp>
-#include <kvtrim/score/detail/layer_rows.hpp>
+#include <kvtrim/score/per_layer.hpp>
 #include <kvtrim/score/scorer.hpp>
 
 #include <algorithm>
@@ -17,8 +15,9 @@ namespace kvtrim {
 
 /// Scores a row by the mean of any token score over the live rows of its chunk, summed over the KV heads of the layer.
 ///
-/// The result is one set for all KV heads, since they all get the same scores. All rows of a chunk have the same score, so
-/// a budget that cuts a chunk keeps its lower positions.
+/// The result is one set for all KV heads, since they all get the same scores. Chunks are cut by position, not by row: a row
+/// is in the same chunk after an eviction as before it. All rows of a chunk have the same score, so a budget that cuts a
+/// chunk keeps its lower positions.
 ///
 /// \tparam Scores  parameters of the token score
 /// \par Shapes
@@ -45,7 +44,8 @@ class ChunkedScorer {
 
   /// Working space of one call.
   [[nodiscard]] std::size_t scratch_bytes(const PlanShape& shape) const noexcept {
-    return own_bytes(shape.max_rows) + token_.scratch_bytes(shape);
+    const auto take = [&](Arena& arena) { return Layout{arena, shape.max_rows}; };
+    return Arena::bytes_for(take) + token_.scratch_bytes(shape);
   }
 
   /// What the token score says; `bad_observation` where the KV heads of a layer hold different positions, which
@@ -65,15 +65,15 @@ class ChunkedScorer {
     const HeadRef first{view, s, l, HeadId{0}};
     const LiveRows rows(first);
     const std::int32_t live = rows.count();
-    const std::size_t own = own_bytes(live);
-    KVTRIM_ASSERT(own <= scratch.size());
-    Arena arena(scratch.first(own));
-    const Layout mem = Layout::take(arena, live);
+    Arena arena(scratch);
+    const Layout mem{arena, live};
+    const auto rest = arena.rest();
+    KVTRIM_ASSERT(arena.ok());
     std::fill(mem.sums.begin(), mem.sums.end(), 0.0);
     // A token score that is already common to the layer is not added up again.
     const std::int32_t heads = LayerScorer<Token> ? 1 : view.kv_heads;
     for (std::int32_t h = 0; h < heads; ++h) {
-      token_.score({view, s, l, HeadId{h}}, obs, scratch.subspan(own), out);
+      token_.score({view, s, l, HeadId{h}}, obs, rest, out);
       for (std::int32_t i = 0; i < live; ++i) {
         mem.sums[index(i)] += static_cast<double>(out[index(rows.row(i))]);
       }
@@ -98,20 +98,13 @@ class ChunkedScorer {
 
  private:
   struct Layout {
-    std::span<double> sums;         // [rows] over the KV heads
-    std::span<std::int32_t> order;  // [rows]
-    static Layout take(Arena& arena, std::int32_t rows) noexcept {
-      Layout m;
-      m.sums = arena.take<double>(rows);
-      m.order = arena.take<std::int32_t>(rows);
-      return m;
-    }
+    Arena& arena;
+    std::int32_t rows;
+    std::span<double> sums = arena.take<double>(rows);  // over the KV heads
+    std::span<std::int32_t> order = arena.take<std::int32_t>(rows);
   };
 
   static std::size_t index(std::int64_t i) noexcept { return static_cast<std::size_t>(i); }
-  static std::size_t own_bytes(std::int32_t rows) noexcept {
-    return Arena::bytes_for([&](Arena& arena) { return Layout::take(arena, rows); });
-  }
 
   Token token_;
   std::int32_t chunk_;
@@ -119,8 +112,6 @@ class ChunkedScorer {
 
 /// `Chunked<Scores>` are scored by `ChunkedScorer<Scores>`.
 template <class Scores>
-struct ScorerOf<Chunked<Scores>> {
-  using type = ChunkedScorer<Scores>;
-};
+ChunkedScorer<Scores> scorer_of(ScoreTag<Chunked<Scores>>);
 
 }  // namespace kvtrim

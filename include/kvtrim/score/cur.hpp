@@ -28,8 +28,7 @@ namespace kvtrim {
 /// none broken here. NaN: a key or value that is not finite scores NaN and takes no part. A window of zeros has shares
 /// of 0; if all scores are 0, they stay 0
 /// \par Complexity
-/// O(live rows * head dims) time, one read of keys and values; no allocation. The score of a row does not change by a
-/// bit with page size, page placement, batch or thread
+/// O(live rows * head dims) time, one read of keys and values; no allocation
 /// \par Source
 /// Sengupta et al., 2025, arXiv:2509.15038, as kvpress computes it; differs: no random projection, windows of zeros
 class CurScorer {
@@ -40,7 +39,7 @@ class CurScorer {
   /// Working space of one call.
   [[nodiscard]] std::size_t scratch_bytes(const PlanShape& shape) const noexcept {
     return Arena::bytes_for([&](Arena& arena) {
-      return Layout::take(arena, std::max(shape.head_dim, shape.value_dim), shape.max_rows);
+      return Layout{arena, std::max(shape.head_dim, shape.value_dim), shape.max_rows};
     });
   }
   /// `bad_observation` if what the form needs is not readable.
@@ -57,8 +56,8 @@ class CurScorer {
              std::span<float> out) const noexcept {
     const LiveRows rows(head);
     Arena arena(scratch);
-    const Layout mem =
-        Layout::take(arena, std::max(head.view.k.head_dim, head.view.v.head_dim), rows.count());
+    const std::int32_t dim = std::max(head.view.k.head_dim, head.view.v.head_dim);
+    const Layout mem{arena, dim, rows.count()};
     KVTRIM_ASSERT(arena.ok());
     std::fill(out.begin(), out.end(), 0.0F);
     rows.order(mem.order);
@@ -82,18 +81,13 @@ class CurScorer {
 
  private:
   struct Layout {
-    std::span<float> block;         // [block_rows, dim]
-    std::span<double> keys;         // [rows] shares
-    std::span<double> values;       // [rows]
-    std::span<std::int32_t> order;  // [rows]
-    static Layout take(Arena& arena, std::int32_t dim, std::int32_t rows) noexcept {
-      Layout m;
-      m.block = arena.take<float>(static_cast<std::int64_t>(detail::block_rows) * dim);
-      m.keys = arena.take<double>(rows);
-      m.values = arena.take<double>(rows);
-      m.order = arena.take<std::int32_t>(rows);
-      return m;
-    }
+    Arena& arena;
+    std::int32_t dim;
+    std::int32_t rows;
+    std::span<float> block = detail::take_block(arena, dim);
+    std::span<double> keys = arena.take<double>(rows);  // shares
+    std::span<double> values = arena.take<double>(rows);
+    std::span<std::int32_t> order = arena.take<std::int32_t>(rows);
   };
 
   static std::size_t index(std::int64_t i) noexcept { return static_cast<std::size_t>(i); }
@@ -102,7 +96,7 @@ class CurScorer {
               detail::Side side,
               const Layout& mem,
               std::span<double> out) const noexcept {
-    const std::int32_t dim = detail::dim_of(head.view, side);
+    const std::int32_t dim = detail::plane_of(head.view, side).head_dim;
     detail::for_each_row(head, side, mem.block, [&](std::int32_t i, const float* row, bool finite) {
       const Eigen::Map<const Eigen::ArrayXf> x(row, dim);
       out[index(i)] =
@@ -128,9 +122,6 @@ class CurScorer {
 static_assert(Scorer<CurScorer>);
 
 /// `CurParams` are scored by `CurScorer`.
-template <>
-struct ScorerOf<CurParams> {
-  using type = CurScorer;
-};
+CurScorer scorer_of(ScoreTag<CurParams>);
 
 }  // namespace kvtrim

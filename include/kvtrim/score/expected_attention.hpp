@@ -9,6 +9,7 @@
 #include <kvtrim/observe/detail/tile_product.hpp>
 #include <kvtrim/policy/expected_attention.hpp>
 #include <kvtrim/score/detail/row_blocks.hpp>
+#include <kvtrim/score/detail/softmax.hpp>
 #include <kvtrim/score/scorer.hpp>
 
 #include <Eigen/Core>
@@ -54,8 +55,7 @@ struct MeanRotation {
 /// part; a query head whose statistics are not finite, or whose logits overflow, has no vote; without any vote all
 /// scores are NaN
 /// \par Complexity
-/// O(group * live rows * head_dim^2) time, O(group * live rows * head_dim) without the covariance; no allocation. The
-/// score of a row does not change by a bit with page size, page placement, batch or thread
+/// O(group * live rows * head_dim^2) time, O(group * live rows * head_dim) without the covariance; no allocation
 /// \par Source
 /// Devoto et al., 2025, arXiv:2510.00636, as kvpress computes it; differs: sinks score as rows without attention
 /// instead of above all others (the policy protects them), and future positions are counted from the sequence's next
@@ -69,11 +69,8 @@ class ExpectedAttentionScorer {
   /// Working space of one call.
   [[nodiscard]] std::size_t scratch_bytes(const PlanShape& shape) const noexcept {
     const std::int32_t group = shape.kv_heads > 0 ? shape.query_heads / shape.kv_heads : 0;
-    return detail::largest_need(std::max(1, shape.head_dim), [&](std::int32_t head_dim) {
-      return Arena::bytes_for([&](Arena& arena) {
-        return Layout::take(
-            arena, params_, head_dim, shape.value_dim, std::max(1, group), shape.max_rows);
-      });
+    return detail::largest_need(shape.head_dim, [&](Arena& arena, std::int32_t dim) {
+      return Layout{arena, params_, dim, shape.value_dim, std::max(1, group), shape.max_rows};
     });
   }
 
@@ -96,9 +93,6 @@ class ExpectedAttentionScorer {
   }
 
   /// Writes the score of each live row; a hole's is 0.
-  ///
-  /// \param scratch  [scratch_bytes(shape)]
-  /// \param[out] out [rows of the table in use]
   void score(const HeadRef& head,
              const Observation& obs,
              std::span<std::byte> scratch,
@@ -108,7 +102,7 @@ class ExpectedAttentionScorer {
     const std::int32_t live = rows.count();
     const std::int32_t group = obs.statistics.query_heads / view.kv_heads;
     Arena arena(scratch);
-    const Layout mem = Layout::take(arena, params_, view.k.head_dim, view.v.head_dim, group, live);
+    const Layout mem{arena, params_, view.k.head_dim, view.v.head_dim, group, live};
     KVTRIM_ASSERT(arena.ok());
     std::fill(out.begin(), out.end(), 0.0F);
 
@@ -117,10 +111,10 @@ class ExpectedAttentionScorer {
     for (std::int32_t rank = 0; rank < std::min(params_.sinks, live); ++rank) {
       mem.takes_part[index(mem.order[index(rank)])] = 0;
     }
-    rotate_statistics(head, obs.statistics, group, mem);
     const bool matrix = params_.covariance && obs.statistics.covariance != nullptr;
-    expected_logits(head, group, matrix, mem);
-    const bool any = expected_attention(group, mem);
+    rotate_statistics(head, obs.statistics, matrix, mem);
+    expected_logits(head, matrix, mem);
+    const bool any = expected_attention(mem);
     constexpr float nan = std::numeric_limits<float>::quiet_NaN();
     const auto finish = [&](std::int32_t i, double norm) {
       const double attention = mem.attention[index(i)] + static_cast<double>(params_.epsilon);
@@ -131,54 +125,40 @@ class ExpectedAttentionScorer {
       for (std::int32_t i = 0; i < live; ++i) { finish(i, 1.0); }
       return;
     }
-    const std::int32_t value_dim = view.v.head_dim;
     const auto score_value = [&](std::int32_t i, const float* row, bool finite) {
-      const Eigen::Map<const Eigen::ArrayXf> value(row, value_dim);
-      finish(i,
-             finite ? std::sqrt(value.cast<double>().square().sum())
-                    : std::numeric_limits<double>::quiet_NaN());
+      const Eigen::Map<const Eigen::ArrayXf> value(row, mem.value_dim);
+      finish(i, finite ? std::sqrt(value.cast<double>().square().sum()) : double{nan});
     };
     detail::for_each_row(head, detail::Side::values, mem.values, score_value);
   }
 
  private:
   struct Layout {
-    detail::TileScratch tiles;
-    std::span<float>
-        statistics;  // [padded, head_dim] of one query head: rotated mean, then rotated covariance
-    std::span<float>
-        queries;  // [group, padded, head_dim] the same for all heads, as products read them
-    std::span<float> products;           // [padded, tile_rows]
-    std::span<float> logits;             // [group, rows]
-    std::span<double> attention;         // [rows]
-    std::span<std::int32_t> order;       // [rows]
-    std::span<std::uint8_t> takes_part;  // [rows] in the softmax
-    std::span<std::uint8_t> bad;         // [rows] the key is not finite
-    std::span<std::uint8_t> votes;       // [group]
-    std::span<float> values;             // [block_rows, value_dim]
-    std::int32_t padded = 0;
+    Arena& arena;
+    const ExpectedAttentionParams& params;
+    std::int32_t dim;
+    std::int32_t value_dim;
+    std::int32_t group;  // query heads of the KV head
+    std::int32_t rows;
+    // Of one query head: rotated mean, then rotated covariance.
+    std::int32_t padded = detail::padded_queries(params.covariance ? dim + 1 : 1);
+    std::int64_t floats = static_cast<std::int64_t>(padded) * dim;
+    detail::TileScratch tiles{arena, dim};
+    std::span<float> statistics = arena.take<float>(floats);
+    std::span<float> queries = arena.take<float>(group * floats);  // as products read them
+    std::span<float> products =                                    // [padded, tile_rows]
+        arena.take<float>(static_cast<std::int64_t>(padded) * tiles.rows);
+    std::span<float> logits = arena.take<float>(static_cast<std::int64_t>(group) * rows);
+    std::span<double> attention = arena.take<double>(rows);
+    std::span<std::int32_t> order = arena.take<std::int32_t>(rows);
+    std::span<std::uint8_t> takes_part = arena.take<std::uint8_t>(rows);  // in the softmax
+    std::span<std::uint8_t> bad = arena.take<std::uint8_t>(rows);         // the key is not finite
+    std::span<std::uint8_t> votes = arena.take<std::uint8_t>(group);
+    std::span<float> values = detail::take_block(arena, params.value_norm ? value_dim : 0);
 
-    static Layout take(Arena& arena,
-                       const ExpectedAttentionParams& params,
-                       std::int32_t dim,
-                       std::int32_t value_dim,
-                       std::int32_t group,
-                       std::int32_t rows) noexcept {
-      Layout m;
-      m.padded = detail::padded_queries(params.covariance ? dim + 1 : 1);
-      m.tiles = detail::TileScratch::take(arena, dim);
-      m.statistics = arena.take<float>(static_cast<std::int64_t>(m.padded) * dim);
-      m.queries = arena.take<float>(static_cast<std::int64_t>(group) * m.padded * dim);
-      m.products = arena.take<float>(static_cast<std::int64_t>(m.padded) * detail::tile_rows(dim));
-      m.logits = arena.take<float>(static_cast<std::int64_t>(group) * rows);
-      m.attention = arena.take<double>(rows);
-      m.order = arena.take<std::int32_t>(rows);
-      m.takes_part = arena.take<std::uint8_t>(rows);
-      m.bad = arena.take<std::uint8_t>(rows);
-      m.votes = arena.take<std::uint8_t>(group);
-      m.values = arena.take<float>(
-          params.value_norm ? static_cast<std::int64_t>(detail::block_rows) * value_dim : 0);
-      return m;
+    // Query `g`, as products read it.
+    [[nodiscard]] float* query(std::int32_t g) const noexcept {
+      return queries.data() + g * floats;
     }
   };
 
@@ -208,52 +188,41 @@ class ExpectedAttentionScorer {
   // Query g: row 0 is R m, rows 1 .. head_dim are R C R^T, followed by zeros.
   void rotate_statistics(const HeadRef& head,
                          const QueryStatistics& statistics,
-                         std::int32_t group,
+                         bool matrix,
                          const Layout& mem) const noexcept {
     const auto [view, s, layer, h] = head;
     const LayerId l = view.model_layer(layer);
     const std::int32_t first = head.state().next_rope_position;
-    const std::int32_t dim = statistics.dim;
-    const bool matrix = params_.covariance && statistics.covariance != nullptr;
+    const std::int32_t dim = mem.dim;
     std::fill(mem.statistics.begin(), mem.statistics.end(), 0.0F);
-    for (std::int32_t g = 0; g < group; ++g) {
-      const std::int32_t query_head = raw(h) * group + g;
+    for (std::int32_t g = 0; g < mem.group; ++g) {
+      const std::int32_t query_head = raw(h) * mem.group + g;
       float* const mean = mem.statistics.data();
-      const auto row = [&](std::int32_t i) {
-        return mean + static_cast<std::ptrdiff_t>(i + 1) * dim;
-      };
+      const auto row = [&](std::int32_t i) { return mean + static_cast<std::ptrdiff_t>(i) * dim; };
       std::copy_n(statistics.mean_of(s, l, query_head), dim, mean);
       bool finite = detail::finite(mean, dim);
       for (std::int32_t i = 0; matrix && i < dim; ++i) {
-        std::copy_n(
-            statistics.covariance_of(s, l, query_head) + static_cast<std::ptrdiff_t>(i) * dim,
-            dim,
-            row(i));
-        finite = finite && detail::finite(row(i), dim);
+        const float* const covariance = statistics.covariance_of(s, l, query_head);
+        std::copy_n(covariance + static_cast<std::ptrdiff_t>(i) * dim, dim, row(1 + i));
+        finite = finite && detail::finite(row(1 + i), dim);
       }
       mem.votes[index(g)] = finite ? 1 : 0;
       if (!finite) { continue; }
       for_each_pair(l, first, [&](std::int32_t a, std::int32_t b, const detail::MeanRotation& by) {
         turn(by, mean[a], mean[b]);
-        for (std::int32_t i = 0; matrix && i < dim; ++i) { turn(by, row(i)[a], row(i)[b]); }
-        for (std::int32_t i = 0; matrix && i < dim; ++i) { turn(by, row(a)[i], row(b)[i]); }
+        for (std::int32_t i = 1; matrix && i <= dim; ++i) { turn(by, row(i)[a], row(i)[b]); }
+        for (std::int32_t i = 0; matrix && i < dim; ++i) { turn(by, row(1 + a)[i], row(1 + b)[i]); }
       });
       for (std::int32_t q = 0; q < mem.padded; ++q) {
-        detail::pack_query(mean + static_cast<std::ptrdiff_t>(q) * dim,
-                           dim,
-                           q,
-                           mem.queries.data() + static_cast<std::ptrdiff_t>(g) * mem.padded * dim);
+        detail::pack_query(row(q), dim, q, mem.query(g));
       }
     }
   }
 
-  void expected_logits(const HeadRef& head,
-                       std::int32_t group,
-                       bool matrix,
-                       const Layout& mem) const noexcept {
-    const std::int32_t dim = head.view.k.head_dim;
-    const std::int32_t height = detail::tile_rows(dim);
-    const auto live = static_cast<std::int32_t>(mem.order.size());
+  void expected_logits(const HeadRef& head, bool matrix, const Layout& mem) const noexcept {
+    const std::int32_t dim = mem.dim;
+    const std::int32_t height = mem.tiles.rows;
+    const std::int32_t used = matrix ? mem.padded : detail::padded_queries(1);
     const float scale =
         params_.scale != 0 ? params_.scale : 1.0F / std::sqrt(static_cast<float>(dim));
     detail::for_each_key_tile(head, mem.tiles, [&](std::int32_t first, std::int32_t count) {
@@ -261,13 +230,9 @@ class ExpectedAttentionScorer {
         mem.bad[index(first + t)] = mem.tiles.bad[index(t)];
         if (mem.tiles.bad[index(t)] != 0) { mem.takes_part[index(first + t)] = 0; }
       }
-      for (std::int32_t g = 0; g < group; ++g) {
+      for (std::int32_t g = 0; g < mem.group; ++g) {
         if (mem.votes[index(g)] == 0) { continue; }
-        detail::multiply(mem.tiles,
-                         dim,
-                         mem.queries.data() + static_cast<std::ptrdiff_t>(g) * mem.padded * dim,
-                         matrix ? mem.padded : detail::padded_queries(1),
-                         mem.products.data());
+        detail::multiply(mem.tiles, mem.query(g), used, mem.products.data());
         Eigen::Map<Eigen::ArrayXf> logit(mem.products.data(), height);
         logit *= scale;
         for (std::int32_t i = 0; matrix && i < dim; ++i) {
@@ -277,40 +242,24 @@ class ExpectedAttentionScorer {
               mem.tiles.tile.data() + i, height, Eigen::InnerStride<>(dim));
           logit += feature * product * (scale * scale / 2);
         }
-        std::copy_n(mem.products.data(),
-                    count,
-                    mem.logits.data() + static_cast<std::ptrdiff_t>(g) * live + first);
+        float* const logits = mem.logits.data() + static_cast<std::ptrdiff_t>(g) * mem.rows;
+        std::copy_n(mem.products.data(), count, logits + first);
       }
     });
   }
 
-  // Softmax of each query head in double, and their mean. False: no query head has a vote.
-  [[nodiscard]] static bool expected_attention(std::int32_t group, const Layout& mem) noexcept {
-    const std::size_t live = mem.order.size();
+  // Softmax of each query head, and their mean. False: no query head has a vote.
+  [[nodiscard]] static bool expected_attention(const Layout& mem) noexcept {
+    const std::size_t live = index(mem.rows);
     std::fill(mem.attention.begin(), mem.attention.end(), 0.0);
     std::int32_t heads = 0;
-    for (std::int32_t g = 0; g < group; ++g) {
+    for (std::int32_t g = 0; g < mem.group; ++g) {
       if (mem.votes[index(g)] == 0) { continue; }
       const auto logits = mem.logits.subspan(index(g) * live, live);
-      float maximum = -std::numeric_limits<float>::infinity();
-      bool finite = true;
-      for (std::size_t i = 0; i < live; ++i) {
-        if (mem.takes_part[i] == 0) { continue; }
-        finite = finite && std::isfinite(logits[i]);
-        maximum = std::max(maximum, logits[i]);
-      }
-      if (!finite) { continue; }
-      const auto exponential = [&](std::size_t i) {
-        return std::exp(static_cast<double>(logits[i]) - static_cast<double>(maximum));
-      };
-      double sum = 0;
-      for (std::size_t i = 0; i < live; ++i) {
-        if (mem.takes_part[i] != 0) { sum += exponential(i); }
-      }
-      for (std::size_t i = 0; i < live; ++i) {
-        if (mem.takes_part[i] != 0) { mem.attention[i] += exponential(i) / sum; }
-      }
-      ++heads;
+      const auto takes_part = [&](std::size_t i) { return mem.takes_part[i] != 0; };
+      const auto logit = [&](std::size_t i) { return static_cast<double>(logits[i]); };
+      const auto add = [&](std::size_t i, double x) { mem.attention[i] += x; };
+      heads += detail::for_each_probability(live, takes_part, logit, add) ? 1 : 0;
     }
     for (double& a : mem.attention) { a /= std::max(1, heads); }
     return heads > 0;
@@ -321,9 +270,6 @@ class ExpectedAttentionScorer {
 static_assert(Scorer<ExpectedAttentionScorer>);
 
 /// `ExpectedAttentionParams` are scored by `ExpectedAttentionScorer`.
-template <>
-struct ScorerOf<ExpectedAttentionParams> {
-  using type = ExpectedAttentionScorer;
-};
+ExpectedAttentionScorer scorer_of(ScoreTag<ExpectedAttentionParams>);
 
 }  // namespace kvtrim

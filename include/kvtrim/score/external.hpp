@@ -38,9 +38,6 @@ struct ExternalScorer {
 static_assert(Scorer<ExternalScorer>);
 
 /// `ExternalParams` are scored by `ExternalScorer`.
-template <>
-struct ScorerOf<ExternalParams> {
-  using type = ExternalScorer;
-};
+ExternalScorer scorer_of(ScoreTag<ExternalParams>);
 
 }  // namespace kvtrim

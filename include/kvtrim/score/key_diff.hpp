@@ -26,8 +26,7 @@ namespace kvtrim {
 /// \par Ties
 /// none broken here. NaN: a key that is not finite takes no part and scores NaN; a key of norm 0 scores 0
 /// \par Complexity
-/// O(live rows * head_dim) time, two reads of the keys; no allocation. The score of a row does not change by a bit
-/// with page size, page placement, batch or thread
+/// O(live rows * head_dim) time, two reads of the keys; no allocation
 /// \par Source
 /// Park et al., 2025, arXiv:2504.15364 (KeyDiff), as written
 class KeyDiffScorer {
@@ -36,9 +35,8 @@ class KeyDiffScorer {
 
   /// Working space of one call.
   [[nodiscard]] std::size_t scratch_bytes(const PlanShape& shape) const noexcept {
-    return detail::largest_need(std::max(1, shape.head_dim), [&](std::int32_t head_dim) {
-      return Arena::bytes_for(
-          [&](Arena& arena) { return Layout::take(arena, head_dim, shape.max_rows); });
+    return detail::largest_need(shape.head_dim, [&](Arena& arena, std::int32_t dim) {
+      return Layout{arena, dim, shape.max_rows};
     });
   }
   /// `bad_observation` if the keys are not readable.
@@ -54,14 +52,13 @@ class KeyDiffScorer {
     const std::int32_t dim = head.view.k.head_dim;
     const LiveRows rows(head);
     Arena arena(scratch);
-    const Layout mem = Layout::take(arena, dim, rows.count());
+    const Layout mem{arena, dim, rows.count()};
     KVTRIM_ASSERT(arena.ok());
     std::fill(out.begin(), out.end(), 0.0F);
     Eigen::Map<Eigen::ArrayXd> anchor(mem.anchor.data(), dim);
     anchor.setZero();
     const auto key = [&](std::int32_t t) {
-      return Eigen::Map<const Eigen::ArrayXf>(
-          mem.tiles.tile.data() + static_cast<std::ptrdiff_t>(t) * dim, dim);
+      return Eigen::Map<const Eigen::ArrayXf>(mem.tiles.row(t), dim);
     };
     detail::for_each_key_tile(head, mem.tiles, [&](std::int32_t first, std::int32_t count) {
       for (std::int32_t t = 0; t < count; ++t) {
@@ -88,26 +85,18 @@ class KeyDiffScorer {
 
  private:
   struct Layout {
-    detail::TileScratch tiles;
-    std::span<double> anchor;    // [head_dim]
-    std::span<float> direction;  // [head_dim]
-    std::span<float> norms;      // [rows]
-    static Layout take(Arena& arena, std::int32_t dim, std::int32_t rows) noexcept {
-      Layout m;
-      m.tiles = detail::TileScratch::take(arena, dim);
-      m.anchor = arena.take<double>(dim);
-      m.direction = arena.take<float>(dim);
-      m.norms = arena.take<float>(rows);
-      return m;
-    }
+    Arena& arena;
+    std::int32_t head_dim;
+    std::int32_t rows;
+    detail::TileScratch tiles{arena, head_dim};
+    std::span<double> anchor = arena.take<double>(head_dim);
+    std::span<float> direction = arena.take<float>(head_dim);
+    std::span<float> norms = arena.take<float>(rows);
   };
 };
 static_assert(Scorer<KeyDiffScorer>);
 
 /// `KeyDiffParams` are scored by `KeyDiffScorer`.
-template <>
-struct ScorerOf<KeyDiffParams> {
-  using type = KeyDiffScorer;
-};
+KeyDiffScorer scorer_of(ScoreTag<KeyDiffParams>);
 
 }  // namespace kvtrim

@@ -8,6 +8,7 @@
 #include <kvtrim/core/order_key.hpp>
 #include <kvtrim/policy/lag_kv.hpp>
 #include <kvtrim/score/detail/row_blocks.hpp>
+#include <kvtrim/score/detail/softmax.hpp>
 #include <kvtrim/score/scorer.hpp>
 
 #include <Eigen/Core>
@@ -38,8 +39,7 @@ namespace kvtrim {
 /// has a deviation of 0
 /// \par Complexity
 /// O(rows in partitions * (head dims + log lag) + live rows) time, two reads of the keys and values in partitions only;
-/// O(rows + rows / lag * head_dim) space; no allocation. The score of a row does not change by a bit with page size, page
-/// placement, batch or thread
+/// O(rows + rows / lag * head_dim) space; no allocation
 /// \par Source
 /// Liang et al., 2025, arXiv:2504.04704, as kvpress computes it; differs: protected rows by range, not by a score of 1;
 /// constant channels
@@ -51,8 +51,7 @@ class LagKVScorer {
   /// Working space of one call.
   [[nodiscard]] std::size_t scratch_bytes(const PlanShape& shape) const noexcept {
     return Arena::bytes_for([&](Arena& arena) {
-      return Layout::take(
-          arena, params_.lag, std::max(shape.head_dim, shape.value_dim), shape.max_rows);
+      return Layout{arena, params_.lag, std::max(shape.head_dim, shape.value_dim), shape.max_rows};
     });
   }
   /// `bad_observation` if keys or values are not readable.
@@ -67,22 +66,22 @@ class LagKVScorer {
              std::span<float> out) const noexcept {
     const LiveRows rows(head);
     const std::int32_t live = rows.count();
-    const LagLayout layout = lag_layout(params_, head.state(), live);
+    const LagLayout cut = lag_layout(params_, head.state(), live);
     std::fill(out.begin(), out.end(), 0.0F);
     Arena arena(scratch);
     const std::int32_t dim = std::max(head.view.k.head_dim, head.view.v.head_dim);
-    Layout mem = Layout::take(arena, params_.lag, dim, live);
+    Layout mem{arena, params_.lag, dim, live};
     KVTRIM_ASSERT(arena.ok());
     rows.order(mem.order);
     const auto score_of = [&](std::int32_t i) -> float& { return out[index(rows.row(i))]; };
-    const std::int32_t scored = layout.scored(params_.lag);
+    const std::int32_t scored = cut.scored(params_.lag);
     if (scored == 0) {
       if (params_.judged_once) { return; }
-      for (std::int32_t rank = layout.begin; rank < live; ++rank) {
+      for (std::int32_t rank = cut.begin; rank < live; ++rank) {
         score_of(mem.order[index(rank)]) =
-            static_cast<float>(rank - layout.begin) / static_cast<float>(live - layout.begin);
+            static_cast<float>(rank - cut.begin) / static_cast<float>(live - cut.begin);
       }
-      for (std::int32_t rank = 0; rank < layout.begin; ++rank) {
+      for (std::int32_t rank = 0; rank < cut.begin; ++rank) {
         score_of(mem.order[index(rank)]) = 1.0F;
       }
       return;
@@ -91,14 +90,15 @@ class LagKVScorer {
       mem.rank_of[index(mem.order[index(rank)])] = rank;
     }
     std::fill(mem.averages.begin(), mem.averages.end(), 0.0);
-    mem.first = rows.ordered() ? layout.begin : 0;
-    mem.end = rows.ordered() ? layout.begin + layout.partitions * params_.lag : live;
+    mem.cut = cut;
+    mem.first = rows.ordered() ? cut.begin : 0;
+    mem.end = rows.ordered() ? cut.begin + cut.partitions * params_.lag : live;
     for (const detail::Side side : {detail::Side::keys, detail::Side::values}) {
-      find_ranges(head, side, layout, mem);
-      find_deviations(head, side, layout, mem);
-      add_softmax(layout, mem);
+      find_ranges(head, side, mem);
+      find_deviations(head, side, mem);
+      add_softmax(mem);
     }
-    for (std::int32_t begin = layout.begin; begin < layout.begin + scored; begin += params_.lag) {
+    for (std::int32_t begin = cut.begin; begin < cut.begin + scored; begin += params_.lag) {
       const auto members = mem.order.subspan(index(begin), index(params_.lag));
       const auto average = [&](std::int32_t i) {
         return static_cast<float>(mem.averages[index(i)]);
@@ -125,73 +125,58 @@ class LagKVScorer {
 
  private:
   static constexpr double nan = std::numeric_limits<double>::quiet_NaN();
-
-  struct Layout {
-    std::span<float> block;           // [block_rows, dim]
-    std::span<double> lowest;         // [partitions, dim] of the following partition
-    std::span<double> scales;         // [partitions, dim] its maximum, then 1 / width
-    std::span<double> channels;       // [dim]
-    std::span<double> deviations;     // [rows] NaN: not finite
-    std::span<double> averages;       // [rows]
-    std::span<std::int32_t> order;    // [rows]
-    std::span<std::int32_t> rank_of;  // [rows]
-    std::int32_t dim = 0;
-    std::int32_t first = 0;  // live rows that are in a full partition
-    std::int32_t end = 0;
-
-    static Layout take(Arena& arena,
-                       std::int32_t lag,
-                       std::int32_t dim,
-                       std::int32_t rows) noexcept {
-      const std::int64_t partitions = rows / lag + 1;
-      Layout m;
-      m.dim = dim;
-      m.block = arena.take<float>(static_cast<std::int64_t>(detail::block_rows) * dim);
-      m.lowest = arena.take<double>(partitions * dim);
-      m.scales = arena.take<double>(partitions * dim);
-      m.channels = arena.take<double>(dim);
-      m.deviations = arena.take<double>(rows);
-      m.averages = arena.take<double>(rows);
-      m.order = arena.take<std::int32_t>(rows);
-      m.rank_of = arena.take<std::int32_t>(rows);
-      return m;
-    }
-  };
   using Channels = Eigen::Map<Eigen::ArrayXd>;
   using Row = Eigen::Map<const Eigen::ArrayXf>;
 
+  struct Layout {
+    Arena& arena;
+    std::int32_t lag;
+    std::int32_t dim;
+    std::int32_t rows;
+    std::int64_t ranges = (rows / lag + std::int64_t{1}) * dim;  // [partitions, dim]
+    std::span<float> block = detail::take_block(arena, dim);
+    std::span<double> lowest = arena.take<double>(ranges);  // of the following partition
+    std::span<double> scales = arena.take<double>(ranges);  // its maximum, then 1 / width
+    std::span<double> channels = arena.take<double>(dim);
+    std::span<double> deviations = arena.take<double>(rows);  // NaN: not finite
+    std::span<double> averages = arena.take<double>(rows);
+    std::span<std::int32_t> order = arena.take<std::int32_t>(rows);
+    std::span<std::int32_t> rank_of = arena.take<std::int32_t>(rows);
+    LagLayout cut{};
+    std::int32_t first = 0;  // live rows that are in a full partition
+    std::int32_t end = 0;
+
+    // Partition of a row; -1: none. Some rows lie after the last one.
+    [[nodiscard]] std::int32_t partition_of(std::int32_t i) const noexcept {
+      const std::int32_t rank = rank_of[index(i)] - cut.begin;
+      return rank < 0 ? -1 : rank / lag;
+    }
+    // `count` channels of partition `p`.
+    [[nodiscard]] Channels lowest_of(std::int32_t p, std::int32_t count) const noexcept {
+      return {lowest.data() + static_cast<std::ptrdiff_t>(p) * dim, count};
+    }
+    [[nodiscard]] Channels scales_of(std::int32_t p, std::int32_t count) const noexcept {
+      return {scales.data() + static_cast<std::ptrdiff_t>(p) * dim, count};
+    }
+  };
+
   static std::size_t index(std::int64_t i) noexcept { return static_cast<std::size_t>(i); }
-  // Partition of a row; -1: none. Some rows lie after the last one.
-  [[nodiscard]] std::int32_t partition_of(std::int32_t i,
-                                          const LagLayout& layout,
-                                          const Layout& mem) const noexcept {
-    const std::int32_t rank = mem.rank_of[index(i)] - layout.begin;
-    return rank < 0 ? -1 : rank / params_.lag;
-  }
 
   // Range of each channel in the partition that follows partition p, at [p].
-  void find_ranges(const HeadRef& head,
-                   detail::Side side,
-                   const LagLayout& layout,
-                   const Layout& mem) const noexcept {
-    const std::int32_t dim = detail::dim_of(head.view, side);
+  static void find_ranges(const HeadRef& head, detail::Side side, const Layout& mem) noexcept {
+    const std::int32_t dim = detail::plane_of(head.view, side).head_dim;
     constexpr double infinity = std::numeric_limits<double>::infinity();
     std::fill(mem.lowest.begin(), mem.lowest.end(), infinity);
     std::fill(mem.scales.begin(), mem.scales.end(), -infinity);
-    detail::for_each_row(
-        head,
-        side,
-        mem.first,
-        mem.end,
-        mem.block,
-        [&](std::int32_t i, const float* row, bool finite) {
-          const std::int32_t p = partition_of(i, layout, mem) - 1;
-          if (!finite || p < 0 || p >= layout.partitions - 1) { return; }
-          Channels low(mem.lowest.data() + static_cast<std::ptrdiff_t>(p) * mem.dim, dim);
-          Channels high(mem.scales.data() + static_cast<std::ptrdiff_t>(p) * mem.dim, dim);
-          low = low.min(Row(row, dim).cast<double>());
-          high = high.max(Row(row, dim).cast<double>());
-        });
+    const auto widen = [&](std::int32_t i, const float* row, bool finite) {
+      const std::int32_t p = mem.partition_of(i) - 1;
+      if (!finite || p < 0 || p >= mem.cut.partitions - 1) { return; }
+      Channels low = mem.lowest_of(p, dim);
+      Channels high = mem.scales_of(p, dim);
+      low = low.min(Row(row, dim).cast<double>());
+      high = high.max(Row(row, dim).cast<double>());
+    };
+    detail::for_each_row(head, side, mem.first, mem.end, mem.block, widen);
     for (std::size_t c = 0; c < mem.lowest.size(); ++c) {
       const double width = mem.scales[c] - mem.lowest[c];
       mem.scales[c] = width > 0 ? 1 / width : 1.0;
@@ -199,47 +184,31 @@ class LagKVScorer {
     }
   }
 
-  void find_deviations(const HeadRef& head,
-                       detail::Side side,
-                       const LagLayout& layout,
-                       const Layout& mem) const noexcept {
-    const std::int32_t dim = detail::dim_of(head.view, side);
+  static void find_deviations(const HeadRef& head, detail::Side side, const Layout& mem) noexcept {
+    const std::int32_t dim = detail::plane_of(head.view, side).head_dim;
     Channels channels(mem.channels.data(), dim);
-    detail::for_each_row(
-        head,
-        side,
-        mem.first,
-        mem.end,
-        mem.block,
-        [&](std::int32_t i, const float* row, bool finite) {
-          const std::int32_t p = partition_of(i, layout, mem);
-          if (p < 0 || p >= layout.partitions - 1) { return; }
-          const Channels low(mem.lowest.data() + static_cast<std::ptrdiff_t>(p) * mem.dim, dim);
-          const Channels scale(mem.scales.data() + static_cast<std::ptrdiff_t>(p) * mem.dim, dim);
-          channels = (Row(row, dim).cast<double>() - low) * scale;
-          const double mean = channels.sum() / dim;
-          const double squares = (channels - mean).square().sum();
-          mem.deviations[index(i)] = !finite ? nan : dim > 1 ? std::sqrt(squares / (dim - 1)) : 0.0;
-        });
+    const auto measure = [&](std::int32_t i, const float* row, bool finite) {
+      const std::int32_t p = mem.partition_of(i);
+      if (p < 0 || p >= mem.cut.partitions - 1) { return; }
+      channels = (Row(row, dim).cast<double>() - mem.lowest_of(p, dim)) * mem.scales_of(p, dim);
+      const double mean = channels.sum() / dim;
+      const double squares = (channels - mean).square().sum();
+      mem.deviations[index(i)] = dim > 1 ? std::sqrt(squares / (dim - 1)) : 0.0;
+      if (!finite) { mem.deviations[index(i)] = mem.averages[index(i)] = nan; }
+    };
+    detail::for_each_row(head, side, mem.first, mem.end, mem.block, measure);
   }
 
   // Half of each partition's softmax over its deviations.
-  void add_softmax(const LagLayout& layout, const Layout& mem) const noexcept {
-    const std::int32_t end = layout.begin + layout.scored(params_.lag);
-    for (std::int32_t begin = layout.begin; begin < end; begin += params_.lag) {
-      const auto members = mem.order.subspan(index(begin), index(params_.lag));
-      double maximum = 0;
-      double sum = 0;
-      for (const std::int32_t i : members) {
-        maximum = std::fmax(maximum, mem.deviations[index(i)]);
-      }
-      for (const std::int32_t i : members) {
-        const double x = std::exp(mem.deviations[index(i)] - maximum);
-        sum += std::isnan(x) ? 0.0 : x;
-      }
-      for (const std::int32_t i : members) {
-        mem.averages[index(i)] += std::exp(mem.deviations[index(i)] - maximum) / sum / 2;
-      }
+  static void add_softmax(const Layout& mem) noexcept {
+    const std::int32_t end = mem.cut.begin + mem.cut.scored(mem.lag);
+    for (std::int32_t begin = mem.cut.begin; begin < end; begin += mem.lag) {
+      const auto members = mem.order.subspan(index(begin), index(mem.lag));
+      detail::for_each_probability(
+          members.size(),
+          [&](std::size_t m) { return !std::isnan(mem.deviations[index(members[m])]); },
+          [&](std::size_t m) { return mem.deviations[index(members[m])]; },
+          [&](std::size_t m, double x) { mem.averages[index(members[m])] += x / 2; });
     }
   }
 
@@ -248,9 +217,6 @@ class LagKVScorer {
 static_assert(Scorer<LagKVScorer>);
 
 /// `LagKVParams` are scored by `LagKVScorer`.
-template <>
-struct ScorerOf<LagKVParams> {
-  using type = LagKVScorer;
-};
+LagKVScorer scorer_of(ScoreTag<LagKVParams>);
 
 }  // namespace kvtrim

@@ -30,8 +30,7 @@ namespace kvtrim {
 /// \par Ties
 /// none broken here. NaN: a value that is not finite scores NaN; with weights that are not finite, all rows are NaN or inf
 /// \par Complexity
-/// O(live rows * group * value_dim * hidden) time; no allocation. The score of a row does not change by a bit with page
-/// size, page placement, batch or thread
+/// O(live rows * group * value_dim * hidden) time; no allocation
 /// \par Source
 /// Feng et al., 2025, arXiv:2502.03805 (CriticalKV); the group's mean as kvpress
 class OutputNormFactor {
@@ -41,9 +40,8 @@ class OutputNormFactor {
 
   /// Working space of one call.
   [[nodiscard]] std::size_t scratch_bytes(const PlanShape& shape) const noexcept {
-    return detail::largest_need(std::max(1, shape.value_dim), [](std::int32_t dim) {
-      return Arena::bytes_for([&](Arena& arena) { return Layout::take(arena, dim); });
-    });
+    return detail::largest_need(shape.value_dim,
+                                [](Arena& arena, std::int32_t dim) { return Layout{arena, dim}; });
   }
   /// `bad_observation` without W_O, with one of another value_dim than the values', with query heads that are not a
   /// multiple of the KV heads or not those of the queries, or where the values are not readable.
@@ -66,27 +64,23 @@ class OutputNormFactor {
     const CacheView view = detail::value_view(head.view);
     const HeadRef values{view, head.sequence, head.layer, head.head};
     const LiveRows rows(values);
-    const std::int32_t dim = view.k.head_dim;
-    const std::int32_t height = detail::tile_rows(dim);
     const std::int32_t group = obs.output.query_heads / view.kv_heads;
     std::fill(out.begin(), out.end(), 0.0F);
     Arena arena(scratch);
-    const Layout mem = Layout::take(arena, dim);
+    const Layout mem{arena, view.k.head_dim};
     KVTRIM_ASSERT(arena.ok());
-    Eigen::Map<Eigen::ArrayXd> sums(mem.sums.data(), height);
+    Eigen::Map<Eigen::ArrayXd> sums(mem.sums.data(), mem.tiles.rows);
     detail::for_each_key_tile(values, mem.tiles, [&](std::int32_t first, std::int32_t count) {
       sums.setZero();
       for (std::int32_t g = 0; g < group; ++g) {
-        add_magnitudes(obs.output.of(head.view.model_layer(head.layer), raw(head.head) * group + g),
-                       dim,
-                       obs.output.hidden,
-                       mem);
+        const float* const w =
+            obs.output.of(head.view.model_layer(head.layer), raw(head.head) * group + g);
+        add_magnitudes(w, obs.output.hidden, mem);
       }
       for (std::int32_t t = 0; t < count; ++t) {
-        const std::int32_t i = first + t;
-        out[static_cast<std::size_t>(rows.row(i))] = mem.tiles.bad[static_cast<std::size_t>(t)] != 0
-                                                         ? std::numeric_limits<float>::quiet_NaN()
-                                                         : static_cast<float>(sums[t] / group);
+        const bool bad = mem.tiles.bad[static_cast<std::size_t>(t)] != 0;
+        out[static_cast<std::size_t>(rows.row(first + t))] =
+            bad ? std::numeric_limits<float>::quiet_NaN() : static_cast<float>(sums[t] / group);
       }
     });
   }
@@ -95,43 +89,32 @@ class OutputNormFactor {
   static constexpr std::int32_t block = 128;  // columns of W_O in one product
 
   struct Layout {
-    detail::TileScratch tiles;
-    std::span<float> weights;     // [block, value_dim] columns of W_O, packed
-    std::span<float> projected;   // [block, tile_rows]
-    std::span<float> magnitudes;  // [tile_rows] of one block
-    std::span<double> sums;       // [tile_rows]
-    static Layout take(Arena& arena, std::int32_t dim) noexcept {
-      const std::int64_t rows = detail::tile_rows(dim);
-      Layout m;
-      m.tiles = detail::TileScratch::take(arena, dim);
-      m.weights = arena.take<float>(static_cast<std::int64_t>(block) * dim);
-      m.projected = arena.take<float>(block * rows);
-      m.magnitudes = arena.take<float>(rows);
-      m.sums = arena.take<double>(rows);
-      return m;
-    }
+    Arena& arena;
+    std::int32_t dim;
+    detail::TileScratch tiles{arena, dim};
+    std::span<float> weights = arena.take<float>(std::int64_t{block} * dim);  // columns of W_O
+    std::span<float> projected = arena.take<float>(std::int64_t{block} * tiles.rows);
+    std::span<float> magnitudes = arena.take<float>(tiles.rows);  // of one block
+    std::span<double> sums = arena.take<double>(tiles.rows);
   };
 
   // sums += magnitudes of the tile's rows times `w`, [dim, hidden].
-  static void add_magnitudes(const float* w,
-                             std::int32_t dim,
-                             std::int32_t hidden,
-                             const Layout& mem) noexcept {
-    const std::int32_t height = detail::tile_rows(dim);
+  static void add_magnitudes(const float* w, std::int32_t hidden, const Layout& mem) noexcept {
+    const std::int32_t height = mem.tiles.rows;
     Eigen::Map<Eigen::ArrayXf> magnitudes(mem.magnitudes.data(), height);
     for (std::int32_t first = 0; first < hidden; first += block) {
       const std::int32_t columns = std::min(block, hidden - first);
       const std::int32_t padded = detail::padded_queries(columns);
       for (std::int32_t c = 0; c < padded; ++c) {
-        detail::pack_query(
-            c < columns ? w + first + c : nullptr, dim, c, mem.weights.data(), hidden);
+        const float* const column = c < columns ? w + first + c : nullptr;
+        detail::pack_query(column, mem.dim, c, mem.weights.data(), hidden);
       }
-      detail::multiply(mem.tiles, dim, mem.weights.data(), padded, mem.projected.data());
+      detail::multiply(mem.tiles, mem.weights.data(), padded, mem.projected.data());
       magnitudes.setZero();
       for (std::int32_t c = 0; c < columns; ++c) {
-        magnitudes += Eigen::Map<const Eigen::ArrayXf>(
-                          mem.projected.data() + static_cast<std::ptrdiff_t>(c) * height, height)
-                          .abs();
+        const float* const products =
+            mem.projected.data() + static_cast<std::ptrdiff_t>(c) * height;
+        magnitudes += Eigen::Map<const Eigen::ArrayXf>(products, height).abs();
       }
       Eigen::Map<Eigen::ArrayXd>(mem.sums.data(), height) += magnitudes.cast<double>();
     }
@@ -140,10 +123,7 @@ class OutputNormFactor {
 static_assert(Scorer<OutputNormFactor>);
 
 /// `OutputNormFactorParams` are scored by `OutputNormFactor`.
-template <>
-struct ScorerOf<OutputNormFactorParams> {
-  using type = OutputNormFactor;
-};
+OutputNormFactor scorer_of(ScoreTag<OutputNormFactorParams>);
 
 /// Scores a row by (its score + epsilon) * `OutputNormFactor`.
 ///
@@ -157,17 +137,11 @@ struct ScorerOf<OutputNormFactorParams> {
 /// \par Source
 /// Feng et al., 2025, arXiv:2502.03805 (CriticalKV), its second stage; as a decorator: own
 template <class Scores>
-class OutputNormScorer : public detail::RescaledScorer<Scores, OutputNormFactor> {
- public:
-  explicit constexpr OutputNormScorer(const OutputNorm<Scores>& params) noexcept
-      : detail::RescaledScorer<Scores, OutputNormFactor>(params.scores, params.epsilon) {}
-};
+using OutputNormScorer = detail::RescaledScorer<OutputNorm, Scores, OutputNormFactor>;
 static_assert(Scorer<OutputNormScorer<detail::ScorerArchetype>>);
 
 /// `OutputNorm<Scores>` are scored by `OutputNormScorer<Scores>`.
 template <class Scores>
-struct ScorerOf<OutputNorm<Scores>> {
-  using type = OutputNormScorer<Scores>;
-};
+OutputNormScorer<Scores> scorer_of(ScoreTag<OutputNorm<Scores>>);
 
 }  // namespace kvtrim

@@ -16,14 +16,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
-#include <type_traits>
 
 namespace kvtrim {
-
-namespace detail {
-template <class TokenScores>
-using TokenScorer = typename ScorerOf<TokenScores>::type;
-}  // namespace detail
 
 /// Working space of `accumulate_page_scores`.
 template <class TokenScores>
@@ -33,7 +27,7 @@ template <class TokenScores>
   const auto rows = arena.take<float>(shape.max_rows);
   const auto pages = arena.take<float>(pages_for(shape.max_rows, shape.page_size));
   static_cast<void>(rows), static_cast<void>(pages);
-  return arena.bytes() + detail::TokenScorer<TokenScores>(policy.scorer()).scratch_bytes(shape);
+  return arena.bytes() + detail::ScorerFor<TokenScores>(policy.scorer()).scratch_bytes(shape);
 }
 
 /// Adds the page scores of one layer to `sums`. Call it when the layer's attention is done, layer 0 first; after the last
@@ -56,7 +50,7 @@ Status accumulate_page_scores(const PageSelector<TokenScores>& policy,
                               const Observation& obs,
                               const PageScoreArray& sums,
                               std::span<std::byte> scratch) noexcept {
-  const detail::TokenScorer<TokenScores> scorer(policy.scorer());
+  const detail::ScorerFor<TokenScores> scorer(policy.scorer());
   const bool given = static_cast<bool>(obs.scores);
   if (const Status status = given ? ExternalScorer{}.check(view, obs) : scorer.check(view, obs);
       status != Status::ok) {

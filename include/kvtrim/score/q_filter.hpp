@@ -5,7 +5,7 @@
 // head, from a calibration set (the authors publish filters for some models).
 
 #include <kvtrim/policy/q_filter.hpp>
-#include <kvtrim/score/detail/row_scores.hpp>
+#include <kvtrim/score/detail/row_blocks.hpp>
 #include <kvtrim/score/row_local.hpp>
 #include <kvtrim/score/scorer.hpp>
 
@@ -23,8 +23,7 @@ namespace kvtrim {
 /// \par Ties
 /// none broken here. NaN: a key that is not finite scores NaN; with a filter that is not finite, all rows of its head do
 /// \par Complexity
-/// O(live rows * head_dim) time, one read of the keys; no allocation. Row-local. The score of a row does not change by a
-/// bit with page size, page placement, batch, thread or the row's index
+/// O(live rows * head_dim) time, one read of the keys; no allocation. Row-local
 /// \par Source
 /// Godey et al., 2025, arXiv:2503.02812, with the sign of the published filters (kvpress's QFilterPress)
 class QFilterScorer : public detail::RowByRow<QFilterScorer> {
@@ -33,7 +32,7 @@ class QFilterScorer : public detail::RowByRow<QFilterScorer> {
 
   /// Working space of one call.
   [[nodiscard]] std::size_t scratch_bytes(const PlanShape& shape) const noexcept {
-    return Arena::bytes_for([&](Arena& arena) { return Layout::take(arena, shape.head_dim); });
+    return Arena::bytes_for([&](Arena& arena) { return Layout{arena, shape.head_dim}; });
   }
   /// `bad_observation` without filters, if the filters' dim is not that of the keys, or if the keys are not readable.
   [[nodiscard]] Status check(const CacheView& view, const Observation& obs) const noexcept {
@@ -49,7 +48,7 @@ class QFilterScorer : public detail::RowByRow<QFilterScorer> {
                   std::span<float> out) const noexcept {
     const std::int32_t dim = head.view.k.head_dim;
     Arena arena(scratch);
-    const Layout mem = Layout::take(arena, dim);
+    const Layout mem{arena, dim};
     KVTRIM_ASSERT(arena.ok());
     Eigen::Map<Eigen::ArrayXd> filter(mem.filter.data(), dim);
     filter = Eigen::Map<const Eigen::ArrayXf>(
@@ -63,22 +62,15 @@ class QFilterScorer : public detail::RowByRow<QFilterScorer> {
 
  private:
   struct Layout {
-    std::span<float> block;    // [block_rows, head_dim]
-    std::span<double> filter;  // [head_dim]
-    static Layout take(Arena& arena, std::int32_t dim) noexcept {
-      Layout m;
-      m.block = detail::take_row_block(arena, dim);
-      m.filter = arena.take<double>(dim);
-      return m;
-    }
+    Arena& arena;
+    std::int32_t dim;
+    std::span<float> block = detail::take_block(arena, dim);
+    std::span<double> filter = arena.take<double>(dim);
   };
 };
 static_assert(RowLocalScorer<QFilterScorer>);
 
 /// `QFilterParams` are scored by `QFilterScorer`.
-template <>
-struct ScorerOf<QFilterParams> {
-  using type = QFilterScorer;
-};
+QFilterScorer scorer_of(ScoreTag<QFilterParams>);
 
 }  // namespace kvtrim

@@ -8,7 +8,6 @@
 #include <kvtrim/score/row_local.hpp>
 #include <kvtrim/score/scorer.hpp>
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -77,9 +76,6 @@ class RandomScorer : public detail::RowByRow<RandomScorer> {
 static_assert(RowLocalScorer<RandomScorer>);
 
 /// `RandomParams` are scored by `RandomScorer`.
-template <>
-struct ScorerOf<RandomParams> {
-  using type = RandomScorer;
-};
+RandomScorer scorer_of(ScoreTag<RandomParams>);
 
 }  // namespace kvtrim

@@ -9,6 +9,7 @@
 #include <kvtrim/observe/detail/key_tile.hpp>
 #include <kvtrim/observe/detail/tile_product.hpp>
 #include <kvtrim/policy/rkv.hpp>
+#include <kvtrim/score/detail/softmax.hpp>
 #include <kvtrim/score/detail/window_queries.hpp>
 #include <kvtrim/score/scorer.hpp>
 
@@ -37,8 +38,7 @@ namespace kvtrim {
 /// logits overflow, has no vote; without any vote all scores are NaN, unless all rows are the window's. A key of norm 0
 /// resembles no other key
 /// \par Complexity
-/// O(live rows^2 * head_dim) time, O(live rows * (head_dim + votes)) space with votes = group * window; no allocation.
-/// The score of a row does not change by a bit with page size, page placement, batch or thread
+/// O(live rows^2 * head_dim) time, O(live rows * (head_dim + votes)) space with votes = group * window; no allocation
 /// \par Source
 /// Cai et al., 2025, arXiv:2505.24133 (R-KV); differs: softmax before the maximum over the group (`RKVGroup`); a row
 /// without a copy spares none, where the authors' code spares row 0; each sequence has its own redundancy, where theirs
@@ -60,9 +60,6 @@ class RKVScorer {
   }
 
   /// Writes the score of each live row; a hole's is 0.
-  ///
-  /// \param scratch  [scratch_bytes(shape)]
-  /// \param[out] out [rows of the table in use]
   void score(const HeadRef& head,
              const Observation& obs,
              std::span<std::byte> scratch,
@@ -70,21 +67,20 @@ class RKVScorer {
     const QueryBlock& block = obs.queries;
     const LiveRows rows(head);
     const std::int32_t live = rows.count();
-    const std::int32_t dim = head.view.k.head_dim;
     const std::int32_t group = block.query_heads / head.view.kv_heads;
     const std::int32_t votes = std::min(block.count(head.sequence), params_.window);
     const std::int32_t columns = std::max(0, live - params_.window);
     std::fill(out.begin(), out.end(), 0.0F);
     Arena arena(scratch);
-    const Layout mem = Layout::take(arena, live, group, std::max(1, votes), dim);
+    const Layout mem{arena, live, group, votes, head.view.k.head_dim};
     KVTRIM_ASSERT(arena.ok());
     rows.order(mem.order);
 
     find_redundancy(head, rows.ordered(), mem);
     bool any = true;
     if (columns > 0) {
-      find_logits(head, block, votes, group, mem);
-      any = find_attention(votes, group, columns, mem);
+      find_logits(head, block, mem);
+      any = find_attention(columns, mem);
       pool(mem.raw_scores.first(index(columns)),
            Pooling::max,
            params_.kernel,
@@ -103,89 +99,60 @@ class RKVScorer {
 
  private:
   struct Layout {
-    detail::TileScratch tiles;       // the rows that give
-    detail::TileScratch others;      // the rows that they are compared with
-    std::span<float> packed;         // [tile_rows, head_dim] rows that give, as products read them
-    std::span<float> cosines;        // [tile_rows, tile_rows] by row that gives
-    std::span<Position> newest;      // [tile_rows] position of the newest copy; -1: none
-    std::span<std::int32_t> copies;  // [tile_rows] its live index
-    std::span<float> similar;        // [tile_rows] its cosine
-    std::span<float> queries;        // [padded, head_dim]
-    std::span<float> logits;         // [tiles, padded, tile_rows]
-    std::span<std::uint8_t> votes;   // [padded] whether the query has a vote
-    std::span<double> strongest;     // [rows] of one query, over the heads, by rank
-    std::span<double> attention;     // [rows] by rank
-    std::span<double> redundancy;    // [rows]
-    std::span<float> raw_scores;     // [rows] by rank
-    std::span<float> pooled;         // [rows] by rank
-    std::span<std::int32_t> order;   // [rows]
-    std::span<std::uint8_t> bad;     // [rows] the key is not finite
-    std::int32_t padded = 0;
-    std::int32_t height = 0;
-
-    static Layout take(Arena& arena,
-                       std::int32_t rows,
-                       std::int32_t group,
-                       std::int32_t votes,
-                       std::int32_t head_dim) noexcept {
-      Layout m;
-      m.height = detail::tile_rows(head_dim);
-      m.padded = detail::padded_queries(group * votes);
-      const std::int64_t tiles = (rows + m.height - 1) / m.height;
-      m.tiles = detail::TileScratch::take(arena, head_dim);
-      m.others = detail::TileScratch::take(arena, head_dim);
-      m.packed = arena.take<float>(static_cast<std::int64_t>(m.height) * head_dim);
-      m.cosines = arena.take<float>(static_cast<std::int64_t>(m.height) * m.height);
-      m.newest = arena.take<Position>(m.height);
-      m.copies = arena.take<std::int32_t>(m.height);
-      m.similar = arena.take<float>(m.height);
-      m.queries = arena.take<float>(static_cast<std::int64_t>(m.padded) * head_dim);
-      m.logits = arena.take<float>(tiles * m.padded * m.height);
-      m.votes = arena.take<std::uint8_t>(m.padded);
-      m.strongest = arena.take<double>(rows);
-      m.attention = arena.take<double>(rows);
-      m.redundancy = arena.take<double>(rows);
-      m.raw_scores = arena.take<float>(rows);
-      m.pooled = arena.take<float>(rows);
-      m.order = arena.take<std::int32_t>(rows);
-      m.bad = arena.take<std::uint8_t>(rows);
-      return m;
-    }
+    Arena& arena;
+    std::int32_t rows;
+    std::int32_t group;  // query heads of the KV head
+    std::int32_t votes;  // queries of each
+    std::int32_t head_dim;
+    std::int32_t padded = detail::padded_queries(group * std::max(1, votes));
+    detail::TileScratch tiles{arena, head_dim};   // the rows that give
+    detail::TileScratch others{arena, head_dim};  // the rows that they are compared with
+    std::int64_t height = tiles.rows;
+    std::span<float> packed = arena.take<float>(tiles.floats);      // as products read them
+    std::span<float> cosines = arena.take<float>(height * height);  // by row that gives
+    // Of the newest copy of a row that gives: position, or -1 if there is none; live index; cosine.
+    std::span<Position> newest = arena.take<Position>(height);
+    std::span<std::int32_t> copies = arena.take<std::int32_t>(height);
+    std::span<float> similar = arena.take<float>(height);
+    std::span<float> queries = arena.take<float>(static_cast<std::int64_t>(padded) * head_dim);
+    std::span<float> logits =  // [tiles, padded, height]
+        arena.take<float>((rows + height - 1) / height * padded * height);
+    std::span<std::uint8_t> has_vote = arena.take<std::uint8_t>(padded);
+    std::span<double> strongest = arena.take<double>(rows);  // of one query, by rank
+    std::span<double> attention = arena.take<double>(rows);  // by rank
+    std::span<double> redundancy = arena.take<double>(rows);
+    std::span<float> raw_scores = arena.take<float>(rows);  // by rank
+    std::span<float> pooled = arena.take<float>(rows);      // by rank
+    std::span<std::int32_t> order = arena.take<std::int32_t>(rows);
+    std::span<std::uint8_t> bad = arena.take<std::uint8_t>(rows);  // the key is not finite
   };
 
   static std::size_t index(std::int64_t i) noexcept { return static_cast<std::size_t>(i); }
 
-  static void normalise(const detail::TileScratch& tiles,
-                        std::int32_t dim,
-                        std::int32_t count) noexcept {
+  static void normalise(const detail::TileScratch& tiles, std::int32_t count) noexcept {
     for (std::int32_t t = 0; t < count; ++t) {
-      Eigen::Map<Eigen::ArrayXf> row(tiles.tile.data() + static_cast<std::ptrdiff_t>(t) * dim, dim);
+      Eigen::Map<Eigen::ArrayXf> row(tiles.row(t), tiles.head_dim);
       const double norm = std::sqrt(row.cast<double>().square().sum());
       if (norm > 0) { row = (row.cast<double>() / norm).cast<float>(); }
     }
   }
 
   void find_redundancy(const HeadRef& head, bool ordered, const Layout& mem) const noexcept {
-    const std::int32_t dim = head.view.k.head_dim;
-    const std::int32_t height = mem.height;
     std::fill(mem.redundancy.begin(), mem.redundancy.end(), 0.0);
     std::int32_t finite = 0;
     detail::for_each_key_tile(head, mem.tiles, [&](std::int32_t first, std::int32_t count) {
-      normalise(mem.tiles, dim, count);
+      normalise(mem.tiles, count);
       for (std::int32_t q = 0; q < count; ++q) {
         mem.bad[index(first + q)] = mem.tiles.bad[index(q)];
         finite += mem.tiles.bad[index(q)] == 0 ? 1 : 0;
       }
-      for (std::int32_t q = 0; q < height; ++q) {
-        detail::pack_query(mem.tiles.tile.data() + static_cast<std::ptrdiff_t>(q) * dim,
-                           dim,
-                           q,
-                           mem.packed.data());
+      for (std::int32_t q = 0; q < mem.tiles.rows; ++q) {
+        detail::pack_query(mem.tiles.row(q), mem.head_dim, q, mem.packed.data());
       }
       std::fill(mem.newest.begin(), mem.newest.end(), Position{-1});
       detail::for_each_key_tile(head, mem.others, [&](std::int32_t begin, std::int32_t others) {
-        normalise(mem.others, dim, others);
-        detail::multiply(mem.others, dim, mem.packed.data(), height, mem.cosines.data());
+        normalise(mem.others, others);
+        detail::multiply(mem.others, mem.packed.data(), mem.tiles.rows, mem.cosines.data());
         for (std::int32_t q = 0; q < count; ++q) {
           compare(mem, q, first + q - begin, begin, others, ordered);
         }
@@ -211,7 +178,7 @@ class RKVScorer {
                std::int32_t begin,
                std::int32_t others,
                bool ordered) const noexcept {
-    float* const cosine = mem.cosines.data() + static_cast<std::ptrdiff_t>(q) * mem.height;
+    float* const cosine = mem.cosines.data() + q * mem.height;
     if (self >= 0 && self < others) { cosine[self] = 0; }
     Eigen::Map<Eigen::ArrayXd>(mem.redundancy.data() + begin, others) +=
         Eigen::Map<const Eigen::ArrayXf>(cosine, others).cast<double>();
@@ -227,19 +194,13 @@ class RKVScorer {
     mem.newest[index(q)] = newest;
   }
 
-  void find_logits(const HeadRef& head,
-                   const QueryBlock& block,
-                   std::int32_t votes,
-                   std::int32_t group,
-                   const Layout& mem) const noexcept {
-    const std::int32_t dim = head.view.k.head_dim;
-    detail::load_window_queries(head, block, votes, mem.queries, {}, mem.votes);
-    const float scale = detail::scale_of(block, dim);
+  void find_logits(const HeadRef& head, const QueryBlock& block, const Layout& mem) const noexcept {
+    detail::load_window_queries(head, block, mem.votes, mem.queries, {}, mem.has_vote);
+    const float scale = detail::scale_of(block, mem.head_dim);
     detail::for_each_key_tile(head, mem.tiles, [&](std::int32_t first, std::int32_t) {
       float* const tile = mem.logits.data() + static_cast<std::ptrdiff_t>(first) * mem.padded;
-      detail::multiply(mem.tiles, dim, mem.queries.data(), mem.padded, tile);
-      Eigen::Map<Eigen::ArrayXf> logits(tile,
-                                        static_cast<std::ptrdiff_t>(group) * votes * mem.height);
+      detail::multiply(mem.tiles, mem.queries.data(), mem.padded, tile);
+      Eigen::Map<Eigen::ArrayXf> logits(tile, mem.group * mem.votes * mem.height);
       if (block.soft_cap > 0) {
         logits = block.soft_cap * (logits * (scale / block.soft_cap)).tanh();
       } else {
@@ -254,63 +215,39 @@ class RKVScorer {
   }
 
   // raw_scores of the first `columns` ranks. False: no query has a vote.
-  [[nodiscard]] bool find_attention(std::int32_t votes,
-                                    std::int32_t group,
-                                    std::int32_t columns,
-                                    const Layout& mem) const noexcept {
-    constexpr double lowest = -std::numeric_limits<double>::infinity();
-    const auto strongest = mem.strongest.first(index(columns));
-    const auto attention = mem.attention.first(index(columns));
+  [[nodiscard]] bool find_attention(std::int32_t columns, const Layout& mem) const noexcept {
+    const std::size_t n = index(columns);
+    const auto strongest = mem.strongest.first(n);
+    const auto attention = mem.attention.first(n);
     const auto takes_part = [&](std::size_t rank) { return mem.bad[index(mem.order[rank])] == 0; };
+    const bool by_logits = params_.group == RKVGroup::logits;
     std::fill(attention.begin(), attention.end(), 0.0);
     std::int32_t voters = 0;
-    for (std::int32_t i = 0; i < votes; ++i) {
-      std::fill(strongest.begin(), strongest.end(), lowest);
+    for (std::int32_t i = 0; i < mem.votes; ++i) {
+      std::fill(strongest.begin(), strongest.end(), -std::numeric_limits<double>::infinity());
       bool any = false;
-      for (std::int32_t g = 0; g < group; ++g) {
-        const std::int32_t q = g * votes + i;
-        if (mem.votes[index(q)] == 0) { continue; }
+      for (std::int32_t g = 0; g < mem.group; ++g) {
+        const std::int32_t q = g * mem.votes + i;
+        if (mem.has_vote[index(q)] == 0) { continue; }
         const auto logit_at = [&](std::size_t rank) {
           return static_cast<double>(logit(mem, q, mem.order[rank]));
         };
-        double maximum = lowest;
-        bool finite = true;
-        for (std::size_t rank = 0; rank < attention.size(); ++rank) {
-          if (!takes_part(rank)) { continue; }
-          finite = finite && std::isfinite(logit_at(rank));
-          maximum = std::max(maximum, logit_at(rank));
-        }
-        if (!finite) { continue; }
-        any = true;
-        double sum = 0;
-        for (std::size_t rank = 0; rank < attention.size(); ++rank) {
-          if (!takes_part(rank)) { continue; }
-          if (params_.group == RKVGroup::logits) {
-            strongest[rank] = std::max(strongest[rank], logit_at(rank));
-          } else {
-            sum += std::exp(logit_at(rank) - maximum);
-          }
-        }
-        for (std::size_t rank = 0; rank < attention.size() && sum > 0; ++rank) {
-          strongest[rank] = std::max(strongest[rank], std::exp(logit_at(rank) - maximum) / sum);
-        }
+        const auto raise = [&](std::size_t rank, double probability) {
+          strongest[rank] = std::max(strongest[rank], by_logits ? logit_at(rank) : probability);
+        };
+        any |= detail::for_each_probability(n, takes_part, logit_at, raise);
       }
       if (!any) { continue; }
       ++voters;
-      if (params_.group == RKVGroup::logits) {
-        const double maximum = *std::max_element(strongest.begin(), strongest.end());
-        double sum = 0;
-        for (double& x : strongest) {
-          x = std::exp(x - maximum);  // 0 where a row takes no part
-          sum += x;
-        }
-        for (double& x : strongest) { x /= sum; }
-      }
-      for (std::size_t rank = 0; rank < attention.size(); ++rank) {
-        attention[rank] += strongest[rank];
+      const auto strength = [&](std::size_t rank) { return strongest[rank]; };
+      const auto add = [&](std::size_t rank, double x) { attention[rank] += x; };
+      if (by_logits) {
+        detail::for_each_probability(n, takes_part, strength, add);
+      } else {
+        for (std::size_t rank = 0; rank < n; ++rank) { add(rank, strength(rank)); }
       }
     }
-    for (std::size_t rank = 0; rank < attention.size(); ++rank) {
+    for (std::size_t rank = 0; rank < n; ++rank) {
       mem.raw_scores[rank] = takes_part(rank)
                                  ? static_cast<float>(attention[rank] / std::max(1, voters))
                                  : std::numeric_limits<float>::quiet_NaN();
@@ -323,9 +260,6 @@ class RKVScorer {
 static_assert(Scorer<RKVScorer>);
 
 /// `RKVParams` are scored by `RKVScorer`.
-template <>
-struct ScorerOf<RKVParams> {
-  using type = RKVScorer;
-};
+RKVScorer scorer_of(ScoreTag<RKVParams>);
 
 }  // namespace kvtrim

@@ -35,9 +35,6 @@ concept RowLocalScorer = Scorer<S> && requires(const S& s,
 };
 
 namespace detail {
-template <class Scores>
-using RowLocalScorerOf = typename ScorerOf<Scores>::type;
-
 /// Base of scorer `S`: scores all rows by its `score_rows`.
 template <class S>
 class RowByRow {
@@ -61,13 +58,13 @@ class RowByRow {
 /// \par Source
 /// none
 template <class Scores>
-  requires RowLocalScorer<detail::RowLocalScorerOf<Scores>>
+  requires RowLocalScorer<detail::ScorerFor<Scores>>
 [[nodiscard]] std::size_t score_new_rows_bytes(const Scores& scores,
                                                const PlanShape& shape,
                                                std::int32_t rows) noexcept {
   return Arena::bytes_for(
              [&](Arena& arena) { return arena.take<float>(std::min(rows, shape.max_rows)); }) +
-         detail::RowLocalScorerOf<Scores>(scores).scratch_bytes(shape);
+         detail::ScorerFor<Scores>(scores).scratch_bytes(shape);
 }
 
 /// Scores the newest `rows` rows of a sequence, in all layers and KV heads, into a plane that moves with the rows:
@@ -91,7 +88,7 @@ template <class Scores>
 /// \par Source
 /// none
 template <class Scores>
-  requires RowLocalScorer<detail::RowLocalScorerOf<Scores>>
+  requires RowLocalScorer<detail::ScorerFor<Scores>>
 Status score_new_rows(const Scores& scores,
                       const CacheView& view,
                       SequenceId s,
@@ -99,7 +96,7 @@ Status score_new_rows(const Scores& scores,
                       const Observation& obs,
                       const SequencePlane& plane,
                       std::span<std::byte> scratch) noexcept {
-  const detail::RowLocalScorerOf<Scores> scorer(scores);
+  const detail::ScorerFor<Scores> scorer(scores);
   if (!plane || plane.element_bytes != 4) { return Status::bad_observation; }
   if (const Status status = scorer.check(view, obs); status != Status::ok) { return status; }
   const PlanShape shape = plan_shape(view, obs);

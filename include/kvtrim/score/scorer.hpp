@@ -11,7 +11,6 @@
 #include <kvtrim/policy/policy.hpp>
 
 #include <concepts>
-#include <cstdint>
 #include <span>
 #include <type_traits>
 
@@ -25,8 +24,9 @@ namespace kvtrim {
 /// | `s.check(view, obs)`               | `Status`         | whether what it needs is there     |
 /// | `s.score(head, obs, scratch, out)` | `void`           | `out[r]` for each live row `r`     |
 ///
-/// All are `noexcept`. Semantics the compiler cannot check: `score` allocates nothing and depends on nothing but its
-/// arguments (same input, same bits, whatever the page size, the batch and the thread); NaN is allowed and means "lowest".
+/// All are `noexcept`; `scratch` has `scratch_bytes(shape)` bytes, `out` the rows of the table in use. Semantics the compiler
+/// cannot check: `score` allocates nothing and depends on nothing but its arguments (same input, same bits, whatever the
+/// page size, the placement of pages, the batch and the thread); NaN is allowed and means "lowest".
 template <class S>
 concept Scorer = std::is_trivially_copyable_v<S> && requires(const S& s,
                                                              const PlanShape& shape,
@@ -63,7 +63,12 @@ struct ScorerArchetype {
 static_assert(Scorer<ScorerArchetype>);
 }  // namespace detail
 
-/// The scorer made from a parameter struct: specialised next to each scorer, so that policies need not include Eigen.
+/// Names the parameters of a score where none are at hand.
+template <class Params>
+struct ScoreTag {};
+
+/// The scorer made from a parameter struct: what `scorer_of(ScoreTag<Params>)` returns, a function that each
+/// scorer's header declares and nobody defines, so that policies need not include Eigen; without one, `Params` itself.
 template <class Params>
 struct ScorerOf {
   static_assert(Scorer<Params>,
@@ -72,6 +77,16 @@ struct ScorerOf {
                 "or return a type that satisfies kvtrim::Scorer from scorer()");
   using type = Params;
 };
+template <class Params>
+  requires requires { scorer_of(ScoreTag<Params>{}); }
+struct ScorerOf<Params> {
+  using type = decltype(scorer_of(ScoreTag<Params>{}));
+};
+
+namespace detail {
+template <class Params>
+using ScorerFor = typename ScorerOf<Params>::type;
+}  // namespace detail
 
 /// For policies that keep by position alone: every score is 0.
 ///
@@ -97,9 +112,6 @@ struct NoScorer {
 static_assert(Scorer<NoScorer>);
 
 /// Policies without scores.
-template <>
-struct ScorerOf<NoScores> {
-  using type = NoScorer;
-};
+NoScorer scorer_of(ScoreTag<NoScores>);
 
 }  // namespace kvtrim

@@ -19,8 +19,7 @@ namespace kvtrim {
 /// none broken here. NaN: a row whose key is not finite in one head scores NaN; if the queries of a whole group have no
 /// vote (`WindowScorer`), all rows do
 /// \par Complexity
-/// O(query heads * live rows * head_dim) time; no allocation. The score of a row does not change by a bit with page size,
-/// page placement, batch or thread
+/// O(query heads * live rows * head_dim) time; no allocation
 /// \par Source
 /// Oren et al., 2024, arXiv:2401.06104 (TOVA), as written
 class TovaScorer : public PerLayerScorer<WindowParams> {
@@ -31,9 +30,6 @@ class TovaScorer : public PerLayerScorer<WindowParams> {
 static_assert(LayerScorer<TovaScorer>);
 
 /// `TovaParams` are scored by `TovaScorer`.
-template <>
-struct ScorerOf<TovaParams> {
-  using type = TovaScorer;
-};
+TovaScorer scorer_of(ScoreTag<TovaParams>);
 
 }  // namespace kvtrim

@@ -35,8 +35,7 @@ namespace kvtrim {
 /// is not, has no vote; without an LSE, nor has a query that sees no live row or whose logits overflow; without any vote
 /// all scores are NaN
 /// \par Complexity
-/// O(query rows * live rows * head_dim) time; no allocation. The score of a row does not change by a bit with page
-/// size, page placement, batch or thread
+/// O(query rows * live rows * head_dim) time; no allocation
 /// \par Source
 /// Li et al., 2024, arXiv:2404.14469 (SnapKV); differs: rows are averaged by default, as kvpress and Ada-KV do, and the
 /// query heads of a group are reduced, so that there is one set per KV head
@@ -57,24 +56,19 @@ class WindowScorer {
   }
 
   /// Writes the score of each live row; a hole's is 0.
-  ///
-  /// \param scratch  [scratch_bytes(shape)]
-  /// \param[out] out [rows of the table in use]
   void score(const HeadRef& head,
              const Observation& obs,
              std::span<std::byte> scratch,
              std::span<float> out) const noexcept {
     const QueryBlock& block = obs.queries;
     const LiveRows rows(head);
-    const std::int32_t live = rows.count();
-    const std::int32_t dim = head.view.k.head_dim;
-    const std::int32_t group = block.query_heads / head.view.kv_heads;
     const std::int32_t given = block.count(head.sequence);
     const std::int32_t votes = std::min(given, params_.window);
     std::fill(out.begin(), out.end(), 0.0F);
-    if (live <= params_.unscored()) { return; }  // all columns belong to the window
+    if (rows.count() <= params_.unscored()) { return; }  // all columns belong to the window
     Arena arena(scratch);
-    const Layout mem = Layout::take(arena, live, group, std::max(1, votes), dim);
+    const std::int32_t group = block.query_heads / head.view.kv_heads;
+    const Layout mem{arena, rows.count(), group, votes, head.view.k.head_dim};
     KVTRIM_ASSERT(arena.ok());
 
     const std::int32_t next = head.state().next_position;
@@ -82,11 +76,12 @@ class WindowScorer {
       mem.query_positions[index(i)] = block.position(head.sequence, given - votes + i, next);
     }
     const auto lse = block.lse != nullptr ? mem.lse : std::span<float>{};
-    detail::load_window_queries(head, block, votes, mem.queries, lse, mem.votes);
+    detail::load_window_queries(head, block, votes, mem.queries, lse, mem.has_vote);
+    const detail::LogitScale scaled(detail::scale_of(block, mem.head_dim), block.soft_cap);
     if (block.lse != nullptr) {
-      attend_with_lse(head, block, votes, group, mem);
+      attend_with_lse(head, scaled, mem);
     } else {
-      attend_with_sums(head, block, votes, group, mem);
+      attend_with_sums(head, scaled, mem);
     }
     pool_columns(rows, mem, out);
   }
@@ -96,101 +91,78 @@ class WindowScorer {
   static constexpr float not_a_number = std::numeric_limits<float>::quiet_NaN();
 
   struct Layout {
-    detail::TileScratch tiles;
-    std::span<float> queries;       // [padded, head_dim], packed
-    std::span<float> exponentials;  // [panels, padded, panel_rows]; none with an LSE
-    std::span<float> references;    // [panels, padded] what a panel's exponentials are relative to
-    std::span<float> maxima;        // [padded]
-    std::span<float> lane_sums;     // [padded, packet_floats]
-    std::span<double> sums;         // [padded]
-    std::span<float> lse;           // [padded]
-    std::span<std::uint8_t> votes;  // [padded] whether the query has a vote
-    std::span<Position> query_positions;  // [window]
-    std::span<float> raw_scores;          // [rows]
-    std::span<float> pooled;              // [rows]
-    std::span<std::int32_t> order;        // [rows]
-    std::int32_t padded = 0;
-
-    static Layout take(Arena& arena,
-                       std::int32_t rows,
-                       std::int32_t group,
-                       std::int32_t votes,
-                       std::int32_t head_dim) noexcept {
-      const std::int64_t panels = detail::panels_of(rows);
-      Layout m;
-      m.padded = detail::padded_queries(group * votes);
-      m.tiles = detail::TileScratch::take(arena, head_dim);
-      m.queries = arena.take<float>(static_cast<std::int64_t>(m.padded) * head_dim);
-      m.maxima = arena.take<float>(m.padded);
-      m.lane_sums = arena.take<float>(static_cast<std::int64_t>(m.padded) * detail::packet_floats);
-      m.sums = arena.take<double>(m.padded);
-      m.lse = arena.take<float>(m.padded);
-      m.votes = arena.take<std::uint8_t>(m.padded);
-      m.query_positions = arena.take<Position>(votes);
-      m.raw_scores = arena.take<float>(rows);
-      m.pooled = arena.take<float>(rows);
-      m.order = arena.take<std::int32_t>(rows);
-      // Last, so that a call with an LSE does not touch them.
-      m.references = arena.take<float>(panels * m.padded);
-      m.exponentials = arena.take<float>(panels * m.padded * detail::panel_rows);
-      return m;
-    }
+    Arena& arena;
+    std::int32_t rows;
+    std::int32_t group;  // query heads of the KV head
+    std::int32_t votes;  // queries of each
+    std::int32_t head_dim;
+    std::int32_t used = group * votes;
+    std::int32_t padded = detail::padded_queries(group * std::max(1, votes));
+    std::int64_t panel_queries = static_cast<std::int64_t>(detail::panels_of(rows)) * padded;
+    detail::TileScratch tiles{arena, head_dim};
+    std::span<float> queries = arena.take<float>(static_cast<std::int64_t>(padded) * head_dim);
+    std::span<float> maxima = arena.take<float>(padded);
+    std::span<float> lane_sums =
+        arena.take<float>(static_cast<std::int64_t>(padded) * detail::packet_floats);
+    std::span<double> sums = arena.take<double>(padded);
+    std::span<float> lse = arena.take<float>(padded);
+    std::span<std::uint8_t> has_vote = arena.take<std::uint8_t>(padded);
+    std::span<Position> query_positions = arena.take<Position>(votes);
+    std::span<float> raw_scores = arena.take<float>(rows);
+    std::span<float> pooled = arena.take<float>(rows);
+    std::span<std::int32_t> order = arena.take<std::int32_t>(rows);
+    // Last, so that a call with an LSE does not touch them: [panels, padded] what a panel's exponentials are relative to,
+    // and [panels, padded, panel_rows] those themselves.
+    std::span<float> references = arena.take<float>(panel_queries);
+    std::span<float> exponentials = arena.take<float>(panel_queries * detail::panel_rows);
   };
 
   static std::size_t index(std::int64_t i) noexcept { return static_cast<std::size_t>(i); }
 
   // Whether there is a query that must not see some row of the tile.
-  static bool needs_mask(const Layout& mem, std::int32_t count, std::int32_t votes) noexcept {
+  static bool needs_mask(const Layout& mem, std::int32_t count) noexcept {
     bool any = false;
     Position newest{-1};
     for (std::int32_t t = 0; t < count; ++t) {
       newest = std::max(newest, mem.tiles.positions[index(t)]);
       any = any || mem.tiles.bad[index(t)] != 0;
     }
-    for (std::int32_t i = 0; i < votes; ++i) {
-      any = any || mem.query_positions[index(i)] < newest;
-    }
+    for (const Position query : mem.query_positions) { any = any || query < newest; }
     return any;
   }
   // Masks what the query must not see among the panel's rows first .. first + panel_rows of the tile.
-  static void mask(float* values,
+  static void mask(detail::Panel& x,
                    const Layout& mem,
                    std::int32_t first,
                    std::int32_t count,
                    Position query,
                    float value) noexcept {
+    alignas(64) float values[detail::panel_rows];
+    detail::store_panel(x, values);
     for (std::int32_t i = 0; i < detail::panel_rows; ++i) {
       const std::int32_t t = first + i;
       if (t >= count || mem.tiles.bad[index(t)] != 0 || mem.tiles.positions[index(t)] > query) {
         values[i] = value;
       }
     }
+    detail::load_panel(values, x);
   }
 
   void attend_with_lse(const HeadRef& head,
-                       const QueryBlock& block,
-                       std::int32_t votes,
-                       std::int32_t group,
+                       const detail::LogitScale& scaled,
                        const Layout& mem) const noexcept {
-    const std::int32_t dim = head.view.k.head_dim;
-    const std::int32_t used = group * votes;
-    const detail::LogitScale scaled(detail::scale_of(block, dim), block.soft_cap);
-    detail::PanelReduction reduction(params_, std::max(1, votes));
+    detail::PanelReduction reduction(params_, std::max(1, mem.votes));
     detail::for_each_key_tile(head, mem.tiles, [&](std::int32_t first, std::int32_t count) {
-      detail::pack_keys(mem.tiles, dim, count);
-      const bool masked = needs_mask(mem, count, votes);
+      detail::pack_keys(mem.tiles, count);
+      const bool masked = needs_mask(mem, count);
       for (std::int32_t row = 0; row < count; row += detail::panel_rows) {
-        for_each_query(mem, dim, row, used, [&](std::int32_t q, float* values) {
+        for_each_query(mem, row, [&](std::int32_t q, float* values) {
           const Packet lse = detail::pset1<Packet>(mem.lse[index(q)]);
           detail::Panel x;
           for (std::int32_t p = 0; p < detail::panel_packets; ++p) {
             x[p] = detail::pexp(detail::psub(scaled(values + p * detail::packet_floats), lse));
           }
-          if (masked) {
-            detail::store_panel(x, values);
-            mask(values, mem, row, count, mem.query_positions[index(q % votes)], 0.0F);
-            detail::load_panel(values, x);
-          }
+          if (masked) { mask(x, mem, row, count, mem.query_positions[index(q % mem.votes)], 0.0F); }
           reduction.add(q, x);
         });
         const std::int32_t rows = std::min(detail::panel_rows, count - row);
@@ -205,13 +177,8 @@ class WindowScorer {
   }
 
   void attend_with_sums(const HeadRef& head,
-                        const QueryBlock& block,
-                        std::int32_t votes,
-                        std::int32_t group,
+                        const detail::LogitScale& scaled,
                         const Layout& mem) const noexcept {
-    const std::int32_t dim = head.view.k.head_dim;
-    const std::int32_t used = group * votes;
-    const detail::LogitScale scaled(detail::scale_of(block, dim), block.soft_cap);
     constexpr float lowest = -1e30F;
     std::fill(mem.maxima.begin(), mem.maxima.end(), lowest);
     std::fill(mem.sums.begin(), mem.sums.end(), 0.0);
@@ -227,26 +194,20 @@ class WindowScorer {
       return mem.lane_sums.data() + static_cast<std::ptrdiff_t>(q) * detail::packet_floats;
     };
     detail::for_each_key_tile(head, mem.tiles, [&](std::int32_t first, std::int32_t count) {
-      detail::pack_keys(mem.tiles, dim, count);
-      const bool masked = needs_mask(mem, count, votes);
+      detail::pack_keys(mem.tiles, count);
+      const bool masked = needs_mask(mem, count);
       for (std::int32_t row = 0; row < count; row += detail::panel_rows) {
         const std::int32_t panel = (first + row) / detail::panel_rows;
         const bool any_hidden = masked || row + detail::panel_rows > count;
-        for_each_query(mem, dim, row, used, [&](std::int32_t q, float* values) {
-          const Position position = mem.query_positions[index(q % votes)];
+        for_each_query(mem, row, [&](std::int32_t q, float* values) {
+          const Position position = mem.query_positions[index(q % mem.votes)];
           detail::Panel x;
           for (std::int32_t p = 0; p < detail::panel_packets; ++p) {
             x[p] = scaled(values + p * detail::packet_floats);
           }
-          if (any_hidden) {
-            detail::store_panel(x, values);
-            mask(values, mem, row, count, position, lowest);
-            detail::load_panel(values, x);
-          }
+          if (any_hidden) { mask(x, mem, row, count, position, lowest); }
           Packet highest = x[0];
-          for (std::int32_t p = 1; p < detail::panel_packets; ++p) {
-            highest = detail::pmax(highest, x[p]);
-          }
+          for (const Packet& y : x) { highest = detail::pmax(highest, y); }
           // A new maximum is rare: the sums so far are rescaled, stored exponentials keep their reference.
           float reference = mem.maxima[index(q)];
           if (const float maximum = detail::predux_max(highest); maximum > reference) {
@@ -258,24 +219,18 @@ class WindowScorer {
             mem.maxima[index(q)] = reference = maximum;
           }
           references_of(panel)[q] = reference;
-          for (std::int32_t p = 0; p < detail::panel_packets; ++p) {
-            x[p] = detail::pexp(detail::psub(x[p], detail::pset1<Packet>(reference)));
+          for (Packet& y : x) {
+            y = detail::pexp(detail::psub(y, detail::pset1<Packet>(reference)));
           }
-          float* const to = exponentials_of(panel, q);
-          detail::store_panel(x, to);
-          if (any_hidden) {
-            mask(to, mem, row, count, position, 0.0F);
-            detail::load_panel(to, x);
-          }
+          if (any_hidden) { mask(x, mem, row, count, position, 0.0F); }
+          detail::store_panel(x, exponentials_of(panel, q));
           Packet sum = detail::pload<Packet>(lanes_of(q));
-          for (std::int32_t p = 0; p < detail::panel_packets; ++p) {
-            sum = detail::padd(sum, x[p]);
-          }
+          for (const Packet& y : x) { sum = detail::padd(sum, y); }
           detail::pstore(lanes_of(q), sum);
         });
       }
       // Only short sums are plain fp32.
-      for (std::int32_t q = 0; q < used; ++q) {
+      for (std::int32_t q = 0; q < mem.used; ++q) {
         mem.sums[index(q)] +=
             static_cast<double>(detail::predux(detail::pload<Packet>(lanes_of(q))));
         detail::pstore(lanes_of(q), detail::pset1<Packet>(0.0F));
@@ -286,28 +241,27 @@ class WindowScorer {
       }
     });
     // No live row seen, or logits that overflow: no vote, because dividing would make every row NaN.
-    for (std::int32_t q = 0; q < used; ++q) {
+    for (std::int32_t q = 0; q < mem.used; ++q) {
       const double sum = mem.sums[index(q)];
-      if (!(sum > 0 && sum < std::numeric_limits<double>::infinity())) { mem.votes[index(q)] = 0; }
+      if (!(sum > 0 && sum < std::numeric_limits<double>::infinity())) {
+        mem.has_vote[index(q)] = 0;
+      }
     }
-    detail::PanelReduction reduction(params_, std::max(1, votes));
-    const auto live = static_cast<std::int32_t>(mem.raw_scores.size());
-    for (std::int32_t first = 0; first < live; first += detail::panel_rows) {
+    detail::PanelReduction reduction(params_, std::max(1, mem.votes));
+    for (std::int32_t first = 0; first < mem.rows; first += detail::panel_rows) {
       const std::int32_t panel = first / detail::panel_rows;
-      for (std::int32_t q = 0; q < used; ++q) {
-        if (mem.votes[index(q)] == 0) { continue; }
+      for (std::int32_t q = 0; q < mem.used; ++q) {
+        if (mem.has_vote[index(q)] == 0) { continue; }
         const float reference = references_of(panel)[q];
         const float maximum = mem.maxima[index(q)];
         const float shrink = reference == maximum ? 1.0F : std::exp(reference - maximum);
         const auto factor = static_cast<float>(static_cast<double>(shrink) / mem.sums[index(q)]);
         detail::Panel x;
         detail::load_panel(exponentials_of(panel, q), x);
-        for (std::int32_t p = 0; p < detail::panel_packets; ++p) {
-          x[p] = detail::pmul(x[p], detail::pset1<Packet>(factor));
-        }
+        for (Packet& y : x) { y = detail::pmul(y, detail::pset1<Packet>(factor)); }
         reduction.add(q, x);
       }
-      const std::int32_t rows = std::min(detail::panel_rows, live - first);
+      const std::int32_t rows = std::min(detail::panel_rows, mem.rows - first);
       alignas(64) float scores[detail::panel_rows];
       reduction.finish(scores, rows);
       for (std::int32_t i = 0; i < rows; ++i) {
@@ -319,13 +273,12 @@ class WindowScorer {
 
   // Calls f(q, logits [panel_rows]) for each query with a vote, with the panel of the packed tile that starts at `row`.
   template <class F>
-  static void for_each_query(
-      const Layout& mem, std::int32_t dim, std::int32_t row, std::int32_t used, F&& f) noexcept {
+  static void for_each_query(const Layout& mem, std::int32_t row, F&& f) noexcept {
     detail::for_each_logit_block(
-        mem.tiles, dim, row, mem.queries.data(), 0, used, [&](std::int32_t begin, float* logits) {
-          const std::int32_t end = std::min(begin + detail::block_queries, used);
+        mem.tiles, row, mem.queries.data(), 0, mem.used, [&](std::int32_t begin, float* logits) {
+          const std::int32_t end = std::min(begin + detail::block_queries, mem.used);
           for (std::int32_t q = begin; q < end; ++q) {
-            if (mem.votes[index(q)] == 0) { continue; }
+            if (mem.has_vote[index(q)] == 0) { continue; }
             f(q, logits + static_cast<std::ptrdiff_t>(q - begin) * detail::panel_rows);
           }
         });
@@ -358,9 +311,6 @@ class WindowScorer {
 static_assert(Scorer<WindowScorer>);
 
 /// `WindowParams` are scored by `WindowScorer`.
-template <>
-struct ScorerOf<WindowParams> {
-  using type = WindowScorer;
-};
+WindowScorer scorer_of(ScoreTag<WindowParams>);
 
 }  // namespace kvtrim

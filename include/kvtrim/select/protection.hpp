@@ -6,7 +6,6 @@
 
 #include <kvtrim/core/types.hpp>
 
-#include <algorithm>
 #include <cstdint>
 
 namespace kvtrim {

@@ -8,7 +8,6 @@
 #include <kvtrim/core/order_key.hpp>
 #include <kvtrim/core/types.hpp>
 
-#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstdint>
@@ -24,7 +23,6 @@ struct Threshold {
   std::int32_t equal = 0;
 };
 
-template <unsigned Bits>
 struct RadixDigit {
   std::uint32_t digit = 0;
   std::int32_t left = 0;
@@ -32,8 +30,8 @@ struct RadixDigit {
 
 // Digit of the k-th highest key, and how much of k is left within that digit.
 template <unsigned Bits>
-[[nodiscard]] constexpr RadixDigit<Bits> pick_digit(
-    const std::array<std::int32_t, (1U << Bits)>& counts, std::int32_t k) noexcept {
+[[nodiscard]] constexpr RadixDigit pick_digit(const std::array<std::int32_t, (1U << Bits)>& counts,
+                                              std::int32_t k) noexcept {
   std::uint32_t digit = (1U << Bits) - 1U;
   while (digit > 0 && counts[digit] < k) { k -= counts[digit--]; }
   return {digit, k};

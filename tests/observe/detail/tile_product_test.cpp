@@ -24,22 +24,22 @@ std::vector<float> logits_of(const std::vector<float>& keys,
   const auto rows = static_cast<std::int32_t>(keys.size()) / dim;
   const auto count = static_cast<std::int32_t>(queries.size()) / dim;
   Arena size;
-  static_cast<void>(TileScratch::take(size, dim));
+  static_cast<void>(TileScratch{size, dim});
   static_cast<void>(size.take<float>(static_cast<std::int64_t>(padded_queries(count)) * dim));
   std::vector<std::byte> memory(size.bytes());
   Arena arena(memory);
-  const TileScratch tiles = TileScratch::take(arena, dim);
+  const TileScratch tiles{arena, dim};
   const auto packed = arena.take<float>(static_cast<std::int64_t>(padded_queries(count)) * dim);
   std::fill(tiles.tile.begin(), tiles.tile.end(), 0.0F);
   std::copy(keys.begin(), keys.end(), tiles.tile.begin());
   for (std::int32_t q = 0; q < padded_queries(count); ++q) {
     pack_query(q < count ? queries.data() + q * dim : nullptr, dim, q, packed.data());
   }
-  pack_keys(tiles, dim, rows);
+  pack_keys(tiles, rows);
   std::vector<float> out(static_cast<std::size_t>(count) * static_cast<std::size_t>(rows));
   for (std::int32_t first = 0; first < rows; first += panel_rows) {
     for_each_logit_block(
-        tiles, dim, first, packed.data(), 0, count, [&](std::int32_t q, const float* logits) {
+        tiles, first, packed.data(), 0, count, [&](std::int32_t q, const float* logits) {
           for (std::int32_t i = 0; i < block_queries && q + i < count; ++i) {
             for (std::int32_t t = 0; t < panel_rows && first + t < rows; ++t) {
               out[static_cast<std::size_t>((q + i) * rows + first + t)] =

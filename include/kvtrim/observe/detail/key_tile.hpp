@@ -27,31 +27,35 @@ inline constexpr std::int32_t tile_floats = 30'720;
   return fitting < 48 ? 48 : fitting > 240 ? 240 : fitting;
 }
 
-/// Largest f(dim) over all head dims up to `head_dim`, if f grows with dim as long as the tile height stays the same.
-template <class F>
-[[nodiscard]] std::size_t largest_need(std::int32_t head_dim, F&& f) noexcept {
-  std::size_t most = f(head_dim);
-  for (std::int32_t rows = tile_rows(head_dim); rows < 240; rows += 48) {
-    most = std::max(most, f(tile_floats / (rows + 48)));  // the last dim with taller tiles
+/// Bytes of what `take(arena, dim)` takes, for the worst of all head dims up to `head_dim`, if it grows with the dim as long
+/// as the tile height stays the same.
+template <class Take>
+[[nodiscard]] std::size_t largest_need(std::int32_t head_dim, const Take& take) noexcept {
+  const auto need = [&](std::int32_t dim) {
+    return Arena::bytes_for([&](Arena& arena) { return take(arena, dim); });
+  };
+  const std::int32_t largest = std::max(1, head_dim);
+  std::size_t most = need(largest);
+  for (std::int32_t rows = tile_rows(largest); rows < 240; rows += 48) {
+    most = std::max(most, need(tile_floats / (rows + 48)));  // the last dim with taller tiles
   }
   return most;
 }
 
-/// Memory of the tiles of one work item.
+/// Memory of the tiles of one work item, taken from an arena.
 struct TileScratch {
-  std::span<float> tile;          // [tile_rows, head_dim]
-  std::span<Position> positions;  // [tile_rows]
-  std::span<std::uint8_t> bad;    // [tile_rows] the key is not finite
-  std::span<float> packed_keys;   // [tile_rows, head_dim] as products read them
+  Arena& arena;
+  std::int32_t head_dim;
+  std::int32_t rows = tile_rows(head_dim);
+  std::int64_t floats = static_cast<std::int64_t>(rows) * head_dim;
+  std::span<float> tile = arena.take<float>(floats);  // [rows, head_dim]
+  std::span<Position> positions = arena.take<Position>(rows);
+  std::span<std::uint8_t> bad = arena.take<std::uint8_t>(rows);  // the key is not finite
+  std::span<float> packed_keys = arena.take<float>(floats);      // as products read them
 
-  static TileScratch take(Arena& arena, std::int32_t head_dim) noexcept {
-    const std::int64_t rows = tile_rows(head_dim);
-    TileScratch s;
-    s.tile = arena.take<float>(rows * head_dim);
-    s.positions = arena.take<Position>(rows);
-    s.bad = arena.take<std::uint8_t>(rows);
-    s.packed_keys = arena.take<float>(rows * head_dim);
-    return s;
+  /// Row `t` of the tile.
+  [[nodiscard]] float* row(std::int32_t t) const noexcept {
+    return tile.data() + static_cast<std::ptrdiff_t>(t) * head_dim;
   }
 };
 
@@ -107,16 +111,14 @@ template <class F>
 void for_each_key_tile(const HeadRef& head, const TileScratch& scratch, F&& f) noexcept {
   const Plane& keys = head.view.k;
   const std::int32_t dim = keys.head_dim;
-  const std::int32_t capacity = tile_rows(dim);
   std::int32_t filled = 0;
   std::int32_t first = 0;
   const auto flush = [&] {
-    std::fill(
-        scratch.tile.begin() + static_cast<std::ptrdiff_t>(filled) * dim, scratch.tile.end(), 0.0F);
+    std::fill(scratch.row(filled), scratch.row(scratch.rows), 0.0F);
     for (std::int32_t i = 0; i < filled; ++i) {
-      float* const row = scratch.tile.data() + static_cast<std::ptrdiff_t>(i) * dim;
-      scratch.bad[static_cast<std::size_t>(i)] = finite(row, dim) ? 0 : 1;
-      if (scratch.bad[static_cast<std::size_t>(i)] != 0) { std::fill_n(row, dim, 0.0F); }
+      const bool bad = !finite(scratch.row(i), dim);
+      scratch.bad[static_cast<std::size_t>(i)] = bad ? 1 : 0;
+      if (bad) { std::fill_n(scratch.row(i), dim, 0.0F); }
     }
     f(first, filled);
     first += filled;
@@ -124,11 +126,9 @@ void for_each_key_tile(const HeadRef& head, const TileScratch& scratch, F&& f) n
   };
   for_each_run(head, [&](Run run) {
     while (run.count > 0) {
-      const std::int32_t n = std::min(run.count, capacity - filled);
-      load_rows(keys,
-                keys.row(head.layer, run.k_page, head.head, run.slot),
-                n,
-                scratch.tile.data() + static_cast<std::ptrdiff_t>(filled) * dim);
+      const std::int32_t n = std::min(run.count, scratch.rows - filled);
+      const std::byte* const from = keys.row(head.layer, run.k_page, head.head, run.slot);
+      load_rows(keys, from, n, scratch.row(filled));
       for (std::int32_t i = 0; i < n; ++i) {
         scratch.positions[static_cast<std::size_t>(filled + i)] = head.position(run.row + i);
       }
@@ -136,7 +136,7 @@ void for_each_key_tile(const HeadRef& head, const TileScratch& scratch, F&& f) n
       run.row += n;
       run.slot = Slot{raw(run.slot) + n};
       run.count -= n;
-      if (filled == capacity) { flush(); }
+      if (filled == scratch.rows) { flush(); }
     }
   });
   if (filled > 0) { flush(); }

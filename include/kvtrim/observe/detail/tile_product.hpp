@@ -14,7 +14,6 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <span>
 
 namespace kvtrim::detail {
 
@@ -53,10 +52,11 @@ inline void pack_query(const float* query,
 }
 
 /// Writes the tile's first `rows` rows, filled up to whole panels, to `s.packed_keys`: [panels, head_dim, panel_rows].
-inline void pack_keys(const TileScratch& s, std::int32_t head_dim, std::int32_t rows) noexcept {
+inline void pack_keys(const TileScratch& s, std::int32_t rows) noexcept {
   constexpr std::int32_t n = packet_floats;
+  const std::int32_t head_dim = s.head_dim;
   for (std::int32_t first = 0; first < panels_of(rows) * panel_rows; first += n) {
-    const float* const from = s.tile.data() + static_cast<std::ptrdiff_t>(first) * head_dim;
+    const float* const from = s.row(first);
     float* const to = s.packed_keys.data() +
                       static_cast<std::ptrdiff_t>(first / panel_rows) * panel_rows * head_dim +
                       first % panel_rows;
@@ -124,12 +124,12 @@ inline void multiply_block(const float* keys,
 /// \pre `first` is a multiple of panel_rows, `begin` of block_queries, and queries are packed up to a multiple of 8
 template <class F>
 void for_each_logit_block(const TileScratch& s,
-                          std::int32_t head_dim,
                           std::int32_t first,
                           const float* packed_queries,
                           std::int32_t begin,
                           std::int32_t end,
                           F&& f) noexcept {
+  const std::int32_t head_dim = s.head_dim;
   KVTRIM_COUNT(product_flops, std::int64_t{2} * head_dim * panel_rows * (end - begin));
   alignas(64) float logits[block_queries * panel_rows];
   for (std::int32_t q = begin; q < end; q += block_queries) {
@@ -146,18 +146,15 @@ void for_each_logit_block(const TileScratch& s,
 /// \param packed   queries, as `pack_query` wrote them
 /// \param queries  a multiple of 8
 inline void multiply(const TileScratch& s,
-                     std::int32_t head_dim,
                      const float* packed,
                      std::int32_t queries,
                      float* logits) noexcept {
-  const std::int32_t rows = tile_rows(head_dim);
-  pack_keys(s, head_dim, rows);
-  for (std::int32_t first = 0; first < rows; first += panel_rows) {
-    for_each_logit_block(s, head_dim, first, packed, 0, queries, [&](std::int32_t q, float* block) {
+  pack_keys(s, s.rows);
+  for (std::int32_t first = 0; first < s.rows; first += panel_rows) {
+    for_each_logit_block(s, first, packed, 0, queries, [&](std::int32_t q, float* block) {
       for (std::int32_t i = 0; i < block_queries; ++i) {
-        std::copy_n(block + i * panel_rows,
-                    panel_rows,
-                    logits + static_cast<std::ptrdiff_t>(q + i) * rows + first);
+        float* const to = logits + static_cast<std::ptrdiff_t>(q + i) * s.rows + first;
+        std::copy_n(block + i * panel_rows, panel_rows, to);
       }
     });
   }

@@ -13,14 +13,14 @@
 
 namespace kvtrim::detail {
 
-template <class Scores, Scorer Factor>
+template <template <class> class Params, class Scores, Scorer Factor>
 class RescaledScorer {
  public:
   using Inner = typename ScorerOf<Scores>::type;
   static constexpr bool reads_given_scores = kvtrim::reads_given_scores<Inner>;
 
-  constexpr RescaledScorer(const Scores& scores, float epsilon) noexcept
-      : inner_(scores), epsilon_(epsilon) {}
+  explicit constexpr RescaledScorer(const Params<Scores>& params) noexcept
+      : inner_(params.scores), epsilon_(params.epsilon) {}
 
   /// Working space of one call.
   [[nodiscard]] std::size_t scratch_bytes(const PlanShape& shape) const noexcept {
@@ -38,10 +38,10 @@ class RescaledScorer {
              const Observation& obs,
              std::span<std::byte> scratch,
              std::span<float> out) const noexcept {
-    const Split mem(scratch, out.size());
-    inner_.score(head, obs, mem.rest, out);
-    factor_.score(head, obs, mem.rest, mem.factors);
-    rescale(mem.factors, head.state().append_row, out);
+    const auto score = [&](const auto& scorer, auto memory, auto scores) {
+      scorer.score(head, obs, memory, scores);
+    };
+    rescale(score, head.state().append_row, scratch, out);
   }
 
   /// The same for the rows from `first` on; `out.size()` of them.
@@ -52,27 +52,25 @@ class RescaledScorer {
                   std::span<float> out) const noexcept
     requires RowLocalScorer<Inner> && RowLocalScorer<Factor>
   {
-    const Split mem(scratch, out.size());
-    inner_.score_rows(head, obs, first, mem.rest, out);
-    factor_.score_rows(head, obs, first, mem.rest, mem.factors);
-    rescale(mem.factors, head.state().append_row - first, out);
+    const auto score = [&](const auto& scorer, auto memory, auto scores) {
+      scorer.score_rows(head, obs, first, memory, scores);
+    };
+    rescale(score, head.state().append_row - first, scratch, out);
   }
 
  private:
-  struct Split {
-    std::span<float> factors;
-    std::span<std::byte> rest;
-    Split(std::span<std::byte> scratch, std::size_t rows) noexcept {
-      Arena arena(scratch);
-      factors = arena.take<float>(static_cast<std::int64_t>(rows));
-      rest = arena.rest();
-      KVTRIM_ASSERT(arena.ok());
-    }
-  };
-
-  void rescale(std::span<const float> factors,
+  // Of the rows that `score` scores by a scorer, `hole` among them.
+  template <class Score>
+  void rescale(const Score& score,
                std::int32_t hole,
+               std::span<std::byte> scratch,
                std::span<float> out) const noexcept {
+    Arena arena(scratch);
+    const auto factors = arena.take<float>(static_cast<std::int64_t>(out.size()));
+    const auto rest = arena.rest();
+    KVTRIM_ASSERT(arena.ok());
+    score(inner_, rest, out);
+    score(factor_, rest, factors);
     for (std::size_t i = 0; i < out.size(); ++i) {
       out[i] = static_cast<std::int32_t>(i) == hole ? 0.0F : (out[i] + epsilon_) * factors[i];
     }

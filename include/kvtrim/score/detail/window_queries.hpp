@@ -27,15 +27,13 @@ namespace kvtrim::detail {
   return fits && readable(view.k) ? Status::ok : Status::bad_observation;
 }
 
-/// Bytes of `Layout::take(arena, rows, group, votes, head_dim)` for at most `window` votes within `shape`.
+/// Bytes of `Layout{arena, rows, group, votes, head_dim}` for at most `window` votes within `shape`.
 template <class Layout>
 [[nodiscard]] std::size_t window_bytes(const PlanShape& shape, std::int32_t window) noexcept {
   const std::int32_t group = shape.kv_heads > 0 ? shape.query_heads / shape.kv_heads : 0;
   const std::int32_t votes = std::max(1, std::min(shape.query_rows, window));
-  return largest_need(std::max(1, shape.head_dim), [&](std::int32_t head_dim) {
-    return Arena::bytes_for([&](Arena& arena) {
-      return Layout::take(arena, shape.max_rows, std::max(1, group), votes, head_dim);
-    });
+  return largest_need(shape.head_dim, [&](Arena& arena, std::int32_t dim) {
+    return Layout{arena, shape.max_rows, std::max(1, group), votes, dim};
   });
 }
 
