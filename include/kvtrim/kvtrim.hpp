@@ -58,6 +58,7 @@
 #include <kvtrim/policy/key_diff.hpp>
 #include <kvtrim/policy/key_norm.hpp>
 #include <kvtrim/policy/lag_kv.hpp>
+#include <kvtrim/policy/needs.hpp>
 #include <kvtrim/policy/page_selector.hpp>
 #include <kvtrim/policy/policy.hpp>
 #include <kvtrim/policy/pyramid_kv.hpp>
