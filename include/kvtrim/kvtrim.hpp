@@ -40,10 +40,12 @@
 #include <kvtrim/evict/rerotate.hpp>
 #include <kvtrim/observe/accumulate.hpp>
 #include <kvtrim/observe/column_sums.hpp>
+#include <kvtrim/observe/layer_step.hpp>
 #include <kvtrim/observe/observation.hpp>
 #include <kvtrim/observe/plan_shape.hpp>
 #include <kvtrim/observe/query_moments.hpp>
 #include <kvtrim/observe/query_ring.hpp>
+#include <kvtrim/observe/recorder.hpp>
 #include <kvtrim/observe/surprisal.hpp>
 #include <kvtrim/policy/accumulate_params.hpp>
 #include <kvtrim/policy/ada_kv.hpp>
