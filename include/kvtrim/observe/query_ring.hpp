@@ -114,22 +114,24 @@ class QueryRing {
              std::int32_t first_head,
              std::int32_t heads) noexcept {
     KVTRIM_ASSERT((step.lse != nullptr || !p_.lse) && raw(s) < p_.sequences && raw(l) < p_.layers);
-    const std::int64_t seen = layer(s, l).seen;
     const std::int32_t n = step.count(from);
+    const std::int32_t begin = std::max(0, n - p_.window);
+    const auto begin_slot = static_cast<std::int32_t>((layer(s, l).seen + begin) % p_.window);
     const std::int64_t row = p_.head_dim;
     for (std::int32_t h = first_head; h < first_head + heads; ++h) {
       const std::int64_t head =
           ((static_cast<std::int64_t>(raw(s)) * p_.layers + raw(l)) * p_.query_heads + h) * 2 *
           p_.window;
-      for (std::int32_t i = std::max(0, n - p_.window); i < n; ++i) {
+      std::int32_t slot = begin_slot;
+      for (std::int32_t i = begin; i < n; ++i) {
         const float* const query = step.row(from, LayerId{0}, h, i);
-        const std::int64_t slot = (seen + i) % p_.window;
         for (const std::int64_t at : {head + slot, head + slot + p_.window}) {
           std::memcpy(queries_.data() + at * row, query, index(row) * sizeof(float));
           if (p_.lse) {
             lse_[index(at)] = detail::natural(step.lse_of(from, LayerId{0}, h, i), step.lse_base);
           }
         }
+        if (++slot == p_.window) { slot = 0; }
       }
     }
   }

@@ -97,11 +97,10 @@ class Recorder {
     for_each_sequence(view, step, [&](std::int32_t, std::int32_t slot) { own(slot); });
     executor.for_each(static_cast<std::int64_t>(view.sequences) * p_.kv_heads,
                       [&](std::int64_t item, std::int32_t worker) noexcept {
-                        const auto i = static_cast<std::int32_t>(item / p_.kv_heads);
-                        const auto h = static_cast<std::int32_t>(item % p_.kv_heads);
-                        if (step.queries.count(SequenceId{i}) > 0) {
-                          record_head(view, step, i, h, worker);
-                        }
+                        const std::int32_t i = static_cast<std::int32_t>(item) / p_.kv_heads;
+                        if (step.queries.count(SequenceId{i}) == 0) { return; }
+                        const auto h = static_cast<std::int32_t>(item) - i * p_.kv_heads;
+                        record_head(view, step, i, h, worker);
                       });
     for_each_sequence(view, step, [&](std::int32_t i, std::int32_t slot) {
       const SequenceId from{i}, to{blocks_[slot]};
@@ -263,6 +262,7 @@ class Recorder {
   [[nodiscard]] static std::int32_t next_position(const CacheView& view,
                                                   const LayerStep& step,
                                                   std::int32_t i) noexcept {
+    if (step.queries.positions != nullptr) { return 0; }  // nothing reads it
     return view.state(SequenceId{i}, step.view_layer(), HeadId{0}).next_position;
   }
 
