@@ -252,8 +252,6 @@ TEST_CASE("recorder: a view of some layers is recorded under the model's, and sh
           "[recorder]") {
   const MethodSetup setup{.layers = 3, .sequences = 2, .scope = TableScope::layer};
   MethodWorld world(setup), other(setup);
-  const MethodWorld& offered = world;
-  static_cast<void>(offered);
   Needs needs = everything();
   needs.filters = needs.output = true;
   const Observation given = world.observation();

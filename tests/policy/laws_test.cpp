@@ -469,6 +469,7 @@ void ignores_the_batch(const Law& law) {
 
 // A prompt in chunks, a cut, decode steps with a cut after each; one sequence has nothing at first, one is done early.
 void recorder_shows_what_calls_by_hand_show(const Law& law) {
+  REQUIRE(law.needs.scope >= law.scope);
   for (const bool from_probabilities : {false, true}) {
     if (from_probabilities && !law.needs.accumulate) { continue; }
     const MethodSetup setup = law.setup({.sequences = 3});

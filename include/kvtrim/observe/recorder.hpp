@@ -10,6 +10,7 @@
 #include <kvtrim/observe/accumulate.hpp>
 #include <kvtrim/observe/column_sums.hpp>
 #include <kvtrim/observe/detail/check_step.hpp>
+#include <kvtrim/observe/detail/recorder_parts.hpp>
 #include <kvtrim/observe/detail/slot_blocks.hpp>
 #include <kvtrim/observe/layer_step.hpp>
 #include <kvtrim/observe/observation.hpp>
@@ -60,11 +61,11 @@ class Recorder {
   ///   range, the engine does not offer what is needed, or filters or output projection are of another model
   Recorder(const Needs& needs, const Params& params)
       : needs_(needs), p_((detail::check_recorder(needs, params), params)), blocks_(p_.sequences) {
-    if (needs.window > 0) { ring_.emplace(ring_params(needs, params)); }
-    if (needs.moments) { moments_.emplace(moment_params(needs, params)); }
+    if (needs.window > 0) { ring_.emplace(detail::ring_params(needs, params)); }
+    if (needs.moments) { moments_.emplace(detail::moment_params(needs, params)); }
     const std::size_t slots = index(params.sequences);
     const std::size_t layers = slots * index(params.layers);
-    scratch_.resize(scratch_bytes(needs, params) * index(params.workers));
+    scratch_.resize(detail::record_scratch_bytes(needs, params) * index(params.workers));
     batch_.resize(slots);
     marks_.assign(slots, 0);
     seen_.assign(layers, 0);
@@ -75,9 +76,9 @@ class Recorder {
   /// head of each layer and slot.
   [[nodiscard]] static std::size_t bytes(const Needs& needs, const Params& params) noexcept {
     const std::size_t slots = index(params.sequences);
-    return (needs.window > 0 ? QueryRing::bytes(ring_params(needs, params)) : 0) +
-           (needs.moments ? QueryMoments::bytes(moment_params(needs, params)) : 0) +
-           scratch_bytes(needs, params) * index(params.workers) +
+    return (needs.window > 0 ? QueryRing::bytes(detail::ring_params(needs, params)) : 0) +
+           (needs.moments ? QueryMoments::bytes(detail::moment_params(needs, params)) : 0) +
+           detail::record_scratch_bytes(needs, params) * index(params.workers) +
            detail::SlotBlocks::bytes(params.sequences) +
            slots * (sizeof(std::int32_t) + sizeof(std::int64_t)) +
            slots * index(params.layers) * (sizeof(std::int64_t) + sizeof(std::uint8_t));
@@ -128,7 +129,7 @@ class Recorder {
   [[nodiscard]] Observation observation(std::span<const std::int32_t> slots,
                                         LayerId first = {},
                                         std::int32_t layers = 0) noexcept {
-    fault_ = check_range(slots, first, layers);
+    fault_ = detail::check_range(p_, slots, first, layers);
     if (fault_.status != Status::ok) { return {}; }
     for (std::size_t i = 0; i < slots.size(); ++i) { batch_[i] = blocks_[slots[i]]; }
     return observation_of(slots.size(), first, layers > 0 ? layers : p_.layers - raw(first));
@@ -148,7 +149,7 @@ class Recorder {
                                          std::span<const std::int32_t> slots,
                                          LayerId first = {},
                                          std::int32_t layers = 0) const noexcept {
-    if (check_range(slots, first, layers).status != Status::ok) { return "slots"; }
+    if (detail::check_range(p_, slots, first, layers).status != Status::ok) { return "slots"; }
     const std::int32_t end = layers > 0 ? raw(first) + layers : p_.layers;
     const auto all_slots = [&](auto&& good) {
       return std::all_of(
@@ -178,7 +179,7 @@ class Recorder {
     if (needs.filters && !p_.filters) { return "filters"; }
     return needs.output && !p_.output ? "output" : "";
   }
-  /// The same for what `policy` needs.
+  /// The same for a policy.
   template <Policy P>
   [[nodiscard]] std::string_view missing(const P& policy,
                                          std::span<const std::int32_t> slots,
@@ -232,26 +233,6 @@ class Recorder {
   [[nodiscard]] std::size_t layer_index(std::int32_t block, std::int32_t l) const noexcept {
     return index(block) * index(p_.layers) + index(l);
   }
-  static QueryRing::Params ring_params(const Needs& needs, const Params& p) noexcept {
-    return {.sequences = p.sequences,
-            .layers = p.layers,
-            .query_heads = p.query_heads,
-            .head_dim = p.head_dim,
-            .window = needs.window,
-            .lse = p.lse};
-  }
-  static QueryMoments::Params moment_params(const Needs& needs, const Params& p) noexcept {
-    return {.sequences = p.sequences,
-            .layers = p.layers,
-            .query_heads = p.query_heads,
-            .head_dim = p.head_dim,
-            .sinks = needs.moments->sinks};
-  }
-  // Of one worker.
-  static std::size_t scratch_bytes(const Needs& needs, const Params& p) noexcept {
-    return needs.accumulate && p.lse ? column_sums_scratch_bytes(p.head_dim) : 0;
-  }
-
   // Calls f(sequence of the view, slot) for each that takes part.
   template <class F>
   void for_each_sequence(const CacheView& view, const LayerStep& step, F&& f) noexcept {
@@ -264,25 +245,6 @@ class Recorder {
                                                   std::int32_t i) noexcept {
     if (step.queries.positions != nullptr) { return 0; }  // nothing reads it
     return view.state(SequenceId{i}, step.view_layer(), HeadId{0}).next_position;
-  }
-
-  [[nodiscard]] RecordFault check_range(std::span<const std::int32_t> slots,
-                                        LayerId first,
-                                        std::int32_t layers) const noexcept {
-    using detail::bad_step;
-    if (raw(first) < 0 || raw(first) >= p_.layers) {
-      return bad_step("layer", raw(first), p_.layers);
-    }
-    if (layers < 0 || layers > p_.layers - raw(first)) {
-      return bad_step("layers", layers, p_.layers - raw(first));
-    }
-    if (slots.size() > batch_.size()) {
-      return bad_step("sequences", static_cast<std::int64_t>(slots.size()), p_.sequences);
-    }
-    for (const std::int32_t slot : slots) {
-      if (!blocks_.has(slot)) { return bad_step("slot", slot, p_.sequences); }
-    }
-    return {};
   }
 
   // Everything that can be wrong, before anything is written.
@@ -310,8 +272,7 @@ class Recorder {
 
   // Whether its slot exists, and is that of no sequence before it.
   [[nodiscard]] RecordFault check_slot(const LayerStep& step, std::int32_t i) noexcept {
-    const std::int32_t rows = step.queries.count(SequenceId{i});
-    const std::int32_t slot = step.slot(SequenceId{i});
+    const std::int32_t rows = step.queries.count(SequenceId{i}), slot = step.slot(SequenceId{i});
     if (rows < 0) { return detail::bad_step("rows", rows, 0, i); }
     if (rows == 0) { return {}; }
     if (!blocks_.has(slot)) { return detail::bad_step("slot", slot, p_.sequences, i); }
@@ -326,8 +287,7 @@ class Recorder {
                    std::int32_t i,
                    std::int32_t h,
                    std::int32_t worker) noexcept {
-    const SequenceId from{i};
-    const SequenceId to{blocks_[step.slot(from)]};
+    const SequenceId from{i}, to{blocks_[step.slot(SequenceId{i})]};
     const std::int32_t group = p_.query_heads / p_.kv_heads;
     if (ring_) { ring_->store(to, step.layer, step.queries, from, h * group, group); }
     if (moments_) {

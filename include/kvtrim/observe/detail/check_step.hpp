@@ -1,68 +1,42 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Everything that can be wrong with what a Recorder is given, before anything is written.
+// Everything that can be wrong with what a Recorder is given in a step, before anything is written.
 
 #include <kvtrim/cache/cache_view.hpp>
 #include <kvtrim/core/dtype.hpp>
-#include <kvtrim/core/error.hpp>
 #include <kvtrim/observe/layer_step.hpp>
 #include <kvtrim/policy/needs.hpp>
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <string_view>
 
 namespace kvtrim::detail {
-
-/// \throws std::invalid_argument as `Recorder`'s constructor
-inline void check_recorder(const Needs& needs, const RecorderParams& p) {
-  if (p.sequences < 1 || p.layers < 1 || p.query_heads < 1 || p.kv_heads < 1 || p.head_dim < 1 ||
-      p.workers < 1 || p.query_heads % p.kv_heads != 0) {
-    throw_invalid_argument(
-        "kvtrim::Recorder: sequences {}, layers {}, head_dim {} and workers {} must be at least "
-        "1, query_heads {} a multiple of kv_heads {}",
-        p.sequences,
-        p.layers,
-        p.head_dim,
-        p.workers,
-        p.query_heads,
-        p.kv_heads);
-  }
-  if (needs.window < 0) {
-    throw_invalid_argument("kvtrim::Recorder: window {} is negative", needs.window);
-  }
-  if (needs.accumulate) {
-    needs.accumulate->check("kvtrim::Recorder");
-    if (!p.lse && !p.probabilities) {
-      throw_invalid_argument(
-          "kvtrim::Recorder: accumulated attention needs an LSE or probabilities, but lse {}, "
-          "probabilities {}",
-          p.lse,
-          p.probabilities);
-    }
-  }
-  if (needs.filters && (!p.filters || p.filters.dim != p.head_dim)) {
-    throw_invalid_argument(
-        "kvtrim::Recorder: filters of {} features are needed, those given have {} (0: none)",
-        p.head_dim,
-        p.filters ? p.filters.dim : 0);
-  }
-  if (needs.output && (!p.output || p.output.query_heads != p.query_heads || p.output.hidden < 1)) {
-    throw_invalid_argument(
-        "kvtrim::Recorder: an output projection of {} query heads is needed, the one given has "
-        "{} (0: none), hidden {}",
-        p.query_heads,
-        p.output ? p.output.query_heads : 0,
-        p.output.hidden);
-  }
-}
 
 [[nodiscard]] inline RecordFault bad_step(std::string_view what,
                                           std::int64_t value,
                                           std::int64_t expected,
                                           std::int32_t sequence = -1) noexcept {
   return {Status::bad_observation, what, sequence, value, expected};
+}
+
+/// Whether slots and layers [first, first + layers) are there; 0 layers: all from `first` on.
+[[nodiscard]] inline RecordFault check_range(const RecorderParams& p,
+                                             std::span<const std::int32_t> slots,
+                                             LayerId first,
+                                             std::int32_t layers) noexcept {
+  if (raw(first) < 0 || raw(first) >= p.layers) { return bad_step("layer", raw(first), p.layers); }
+  if (layers < 0 || layers > p.layers - raw(first)) {
+    return bad_step("layers", layers, p.layers - raw(first));
+  }
+  const auto count = static_cast<std::int64_t>(slots.size());
+  if (count > p.sequences) { return bad_step("sequences", count, p.sequences); }
+  for (const std::int32_t slot : slots) {
+    if (slot < 0 || slot >= p.sequences) { return bad_step("slot", slot, p.sequences); }
+  }
+  return {};
 }
 
 /// What of a step does not depend on its sequences.
@@ -79,7 +53,7 @@ inline void check_recorder(const Needs& needs, const RecorderParams& p) {
     return bad_step("view layer", view_layer, view.layers);
   }
   if (view.kv_heads != p.kv_heads) { return bad_step("kv_heads", view.kv_heads, p.kv_heads); }
-  const bool keys = readable(view.k.dtype);
+  const bool keys = readable(view.k.dtype) && view.k.head_dim > 0;
   if (keys && view.k.head_dim != p.head_dim) {
     return bad_step("head_dim", view.k.head_dim, p.head_dim);
   }
