@@ -29,6 +29,16 @@ struct Options {
   engine::TopPSampler::Params sampling{.temperature = 0, .top_p = 0.95F, .seed = 0};
 };
 
+// Rope position of the next token in the head that is furthest along.
+std::int32_t next_rope_position(const kvtrim::PagedCache& cache, kvtrim::SequenceId s) {
+  std::int32_t next = 0;
+  for (std::int32_t l = 0; l < cache.params().layers; ++l) {
+    for (std::int32_t h = 0; h < cache.params().kv_heads; ++h)
+      next = std::max(next, cache.next_rope_position(s, kvtrim::LayerId{l}, kvtrim::HeadId{h}));
+  }
+  return next;
+}
+
 int generate(const Options& o) {
   const program::PolicySpec spec(o.policy);
   if (!spec.has_size())
@@ -59,11 +69,9 @@ int generate(const Options& o) {
   }
   engine::LlamaModel model(file);
   const std::int32_t keep = spec.rows_to_keep(length, 0);
-  const program::AnyPolicy policy =
-      spec.make(keep, kvtrim::SinkForm::pages, program::rope_of(model.shape()));
+  const program::AnyPolicy policy = spec.make(keep, kvtrim::SinkForm::pages, model.rope());
   const bool goes_on = !spec.acts_once();
-  program::Needs needs;
-  needs.add(policy);
+  const kvtrim::Needs needs = program::needs_of(policy);
 
   kvtrim::PagedCache::Params params = model.cache_params();
   params.page_size = o.page_size;
@@ -73,17 +81,15 @@ int generate(const Options& o) {
   params.scope = needs.scope;
   // In every position mode, live rows have different rope positions within the context.
   params.max_rows = std::min(length + o.tokens, model.shape().context) + 1;
-  params.pages = (kvtrim::pages_for(params.max_rows, o.page_size) + 1) * program::tables_of(params);
+  params.pages = (kvtrim::pages_for(params.max_rows, o.page_size) + 1) *
+                 kvtrim::tables_of(params.scope, params.layers, params.kv_heads);
   kvtrim::PagedCache cache(params);
   program::Evictor evictor(model, cache, needs, filters);
   const auto sequence = cache.try_create();
   if (!sequence) throw std::runtime_error("no free sequence");
 
   std::optional<kvtrim::Rerotator> rerotator;
-  if (o.in_cache) {
-    rerotator.emplace(
-        cache.view(), program::rope_of(model.shape()), kvtrim::PositionMode::in_cache);
-  }
+  if (o.in_cache) { rerotator.emplace(cache.view(), model.rope(), kvtrim::PositionMode::in_cache); }
   const kvtrim::PlanOptions plan{.rerotator = rerotator ? &*rerotator : nullptr};
 
   const auto checked = [](kvtrim::Status status) {
@@ -112,7 +118,7 @@ int generate(const Options& o) {
     if (tokenizer.ends_text(token)) break;
     std::cout << tokenizer.decode({&token, 1}) << std::flush;
     if (++made == o.tokens) break;
-    context_full = program::next_rope_position(cache, *sequence) >= model.shape().context;
+    context_full = next_rope_position(cache, *sequence) >= model.shape().context;
     if (context_full) break;
     const engine::Segment segment{*sequence, {&token, 1}};
     checked(model.forward(cache, {&segment, 1}, engine::LogitRows::last, evictor.observer()));
@@ -137,9 +143,9 @@ int generate(const Options& o) {
                made,
                made > 0 ? made / watch.seconds() : 0.0,
                o.policy.c_str(),
-               static_cast<int>(program::live_rows(cache, *sequence) / heads),
+               static_cast<int>(cache.total_live_rows(*sequence) / heads),
                kvtrim::raw(cache.next_position(*sequence)),
-               static_cast<double>(program::live_bytes(cache, *sequence)) / mib,
+               static_cast<double>(cache.live_bytes(*sequence)) / mib,
                cache.pool().in_use(),
                static_cast<double>(cache.pool().in_use() * cache.page_bytes()) / mib,
                total.released_pages,

@@ -92,9 +92,10 @@ struct Variant {
 constexpr std::size_t answer_tokens = 7;
 
 // What all variants need to have observed.
-program::Needs needs_of(const std::vector<Variant>& variants) {
-  program::Needs needs;
-  for (const Variant& v : variants) needs.add(v.spec.make(1024, kvtrim::SinkForm::exact));
+kvtrim::Needs needs_of(const std::vector<Variant>& variants) {
+  kvtrim::Needs needs;
+  for (const Variant& v : variants)
+    needs = kvtrim::merge(needs, program::needs_of(v.spec.make(1024, kvtrim::SinkForm::exact)));
   return needs;
 }
 
@@ -197,7 +198,8 @@ class Experiment {
     p.max_rows = static_cast<std::int32_t>(longest + answer_tokens + 1);
     p.max_sequences = static_cast<std::int32_t>(variants_.size()) + 1;
     p.scope = needs_of(variants_).scope;
-    p.pages = p.max_sequences * kvtrim::pages_for(p.max_rows, p.page_size) * program::tables_of(p);
+    p.pages = p.max_sequences * kvtrim::pages_for(p.max_rows, p.page_size) *
+              kvtrim::tables_of(p.scope, p.layers, p.kv_heads);
     p.scores = true;
     return p;
   }
@@ -223,8 +225,7 @@ class Experiment {
     evictor_.fork(base, *s);
     const std::int32_t rows = cache_.live_rows(*s);
     const std::int32_t keep = v.spec.rows_to_keep(rows, v.removed.value_or(0));
-    const program::AnyPolicy policy =
-        v.spec.make(keep, kvtrim::SinkForm::exact, program::rope_of(model_.shape()));
+    const program::AnyPolicy policy = v.spec.make(keep, kvtrim::SinkForm::exact, model_.rope());
     const std::int32_t free_before = cache_.pool().available();
     evictor_.prepare(policy, *s);  // allocation counts as set-up, not as eviction
     const program::Stopwatch watch;
@@ -235,7 +236,7 @@ class Experiment {
     v.rows_before += report.kept_rows + report.evicted_rows;
     v.allocated_rows += report.allocated_rows;
     v.heads = cache_.params().layers * cache_.params().kv_heads;
-    v.live_bytes += program::live_bytes(cache_, *s);
+    v.live_bytes += cache_.live_bytes(*s);
     v.released_pages += cache_.pool().available() - free_before;
     v.page_bytes = cache_.page_bytes();
     v.bytes_moved += report.bytes_moved;

@@ -21,6 +21,8 @@ struct FadingNorm {
       kvtrim::throw_invalid_argument("{}: half_life {} must be above 0", who, half_life);
     }
   }
+  // Besides keys: how old a row is. With `.window = 8` a Recorder would keep the last 8 queries for it.
+  constexpr kvtrim::Needs needs() const noexcept { return {.positions = true, .states = true}; }
   std::size_t scratch_bytes(const kvtrim::PlanShape& shape) const noexcept {
     return sizeof(float) * static_cast<std::size_t>(shape.head_dim);
   }
@@ -47,12 +49,15 @@ using Fading = kvtrim::TopRows<FadingNorm>;
 // --- in use ------------------------------------------------------------------------------------
 
 int main() {
-  // One sequence of 100 tokens, 2 KV heads with their own page tables; a long key every 10 tokens in head 1.
-  kvtrim::PagedCache cache({.pages = 40,
-                            .page_size = 8,
-                            .kv_heads = 2,
-                            .key_dim = 4,
-                            .scope = kvtrim::TableScope::head});
+  // In SnapKV's place, at the end of the prompt: 50 rows per head, the last 8 always among them. Then 16 rows per head on
+  // average, so that KV heads of different lengths need page tables of their own: the policy says so.
+  const kvtrim::SnapKVSelector<FadingNorm> at_the_end({.budget = 50, .recent = 8});
+  const kvtrim::AdaKV<Fading> policy({.inner = {.budget = 16}});
+  const kvtrim::Needs needed = merge(needs(at_the_end), needs(policy));
+
+  // One sequence of 100 tokens, 2 KV heads; a long key every 10 tokens in head 1.
+  kvtrim::PagedCache cache(
+      {.pages = 40, .page_size = 8, .kv_heads = 2, .key_dim = 4, .scope = needed.scope});
   std::vector<float> rows(100 * 2 * 4, 1.0F);
   for (std::size_t t = 0; t < 100; t += 10) { rows[(t * 2 + 1) * 4] = 20; }
   const auto sequence = cache.try_create();
@@ -61,14 +66,11 @@ int main() {
       cache.write(*sequence, kvtrim::LayerId{0}, {.data = rows.data()}, {.data = rows.data()});
   if (written != kvtrim::Status::ok) { return 1; }
 
-  // In SnapKV's place, at the end of the prompt: 50 rows per head, the last 8 always among them.
-  const kvtrim::SnapKVSelector<FadingNorm> at_the_end({.budget = 50, .recent = 8});
   std::vector<std::byte> memory(
       kvtrim::plan_workspace_bytes(at_the_end, kvtrim::plan_shape(cache.view())));
   const auto cut = kvtrim::evict(at_the_end, cache, cache.view(), {}, memory);
   if (cut.status != kvtrim::Status::ok || cut.kept_rows != 100) { return 1; }
 
-  const kvtrim::AdaKV<Fading> policy({.inner = {.budget = 16}});  // 16 rows per head on average
   memory.resize(kvtrim::plan_workspace_bytes(policy, kvtrim::plan_shape(cache.view())));
   const std::int32_t before = cache.pool().in_use();
   const auto report = kvtrim::evict(policy, cache, cache.view(), {}, memory);

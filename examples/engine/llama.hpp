@@ -6,6 +6,7 @@
 // A step runs the linear layers on all tokens of all its sequences at once (each weight is read once), attention by sequence.
 
 #include <kvtrim/cache/paged_cache.hpp>
+#include <kvtrim/core/rope.hpp>
 #include <kvtrim/core/status.hpp>
 
 #include <Eigen/Core>
@@ -66,6 +67,14 @@ class LlamaModel {
   /// The matrix by which layer `layer` multiplies the heads' outputs, [embedding, heads * head_dim].
   [[nodiscard]] const Matrix& output_projection(kvtrim::LayerId layer) const {
     return weights_.layers[static_cast<std::size_t>(kvtrim::raw(layer))].attention_out;
+  }
+
+  /// How the model rotates, for policies that need to know; the model must outlive them.
+  [[nodiscard]] kvtrim::Rope rope() const noexcept {
+    return {.inverse_frequencies = shape_.frequencies,
+            .dim = shape_.rope_dims,
+            .pairs = kvtrim::RopePairs::interleaved,
+            .same_for_all_layers = true};
   }
 
   /// The extents of a cache for this model. The caller adds pages, page size, dtype, scope and sequences.

@@ -134,20 +134,16 @@ class OutputFile {
 /// Runs a program's body; an exception becomes one line and an exit status.
 template <class Body>
 int run(std::string_view name, Body body) {
+  std::string why = "out of memory";
+  int status = 1;
   try {
     return body();
   } catch (const Interrupted&) {
-    std::fprintf(stderr,
-                 "%.*s: interrupted; no file was written\n",
-                 static_cast<int>(name.size()),
-                 name.data());
-    return 130;
+    status = 130, why = "interrupted; no file was written";
   } catch (const std::bad_alloc&) {
-    std::fprintf(stderr, "%.*s: out of memory\n", static_cast<int>(name.size()), name.data());
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "%.*s: %s\n", static_cast<int>(name.size()), name.data(), error.what());
-  }
-  return 1;
+  } catch (const std::exception& error) { why = error.what(); }
+  std::fprintf(stderr, "%.*s: %s\n", static_cast<int>(name.size()), name.data(), why.c_str());
+  return status;
 }
 
 }  // namespace program

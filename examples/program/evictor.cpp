@@ -1,196 +1,162 @@
 // SPDX-License-Identifier: Apache-2.0
+// Every policy is compiled here, once for all programs.
 #include "evictor.hpp"
 
-#include <kvtrim/core/pooling.hpp>
-#include <kvtrim/observe/column_sums.hpp>
-#include <kvtrim/observe/plan_shape.hpp>
-#include <kvtrim/observe/surprisal.hpp>
+#include <kvtrim/kvtrim.hpp>
 
 #include <Eigen/Core>
 #include <algorithm>
 #include <cmath>
-#include <fstream>
-#include <ios>
+#include <cstring>
 #include <stdexcept>
-#include <type_traits>
 #include <utility>
 #include <variant>
 
 #include "console.hpp"
-#include "evict_any.hpp"
 
 namespace program {
 
-void Needs::add(const AnyPolicy& policy) {
-  std::visit([&](const auto& p) { add_policy(p); }, policy);
+using namespace kvtrim;
+
+namespace {
+
+// The model's output projections as kvtrim reads them; none if they are not needed.
+std::vector<float> output_of(const engine::LlamaModel& model, bool needed) {
+  const engine::LlamaShape& shape = model.shape();
+  const std::int64_t rows = std::int64_t{shape.heads} * shape.head_dim;
+  std::vector<float> output(
+      static_cast<std::size_t>(needed ? shape.layers * rows * shape.embedding : 0));
+  for (std::int32_t l = 0; needed && l < shape.layers; ++l) {
+    Eigen::Map<engine::Matrix>(output.data() + l * rows * shape.embedding, rows, shape.embedding) =
+        model.output_projection(LayerId{l}).transpose();
+  }
+  return output;
+}
+
+}  // namespace
+
+Needs needs_of(const AnyPolicy& policy) {
+  return std::visit([](const auto& p) { return kvtrim::needs(p); }, policy);
 }
 
 std::vector<float> read_filters(const std::string& path, const engine::LlamaShape& shape) {
-  const std::size_t count = static_cast<std::size_t>(shape.layers) *
-                            static_cast<std::size_t>(shape.kv_heads) *
-                            static_cast<std::size_t>(shape.head_dim);
-  std::ifstream in(path, std::ios::binary);
-  if (!in) throw std::runtime_error("filters '" + path + "' cannot be opened");
-  std::vector<float> filters(count + 1);
-  in.read(reinterpret_cast<char*>(filters.data()),
-          static_cast<std::streamsize>(filters.size() * sizeof(float)));
-  if (static_cast<std::size_t>(in.gcount()) != count * sizeof(float)) {
-    throw std::runtime_error("filters '" + path + "' must hold " + std::to_string(shape.layers) +
-                             " layers x " + std::to_string(shape.kv_heads) + " KV heads x " +
-                             std::to_string(shape.head_dim) + " floats, " +
-                             std::to_string(count * sizeof(float)) + " bytes");
+  const std::string bytes = read_file(path);
+  const auto count = static_cast<std::size_t>(shape.layers * shape.kv_heads * shape.head_dim);
+  std::vector<float> filters(count);
+  if (bytes.size() != count * sizeof(float)) {
+    throw std::runtime_error("filters '" + path +
+                             "' must hold layers x KV heads x head dim = " + std::to_string(count) +
+                             " floats, but has " + std::to_string(bytes.size()) + " bytes");
   }
-  filters.pop_back();
-  if (!std::all_of(filters.begin(), filters.end(), [](float x) { return std::isfinite(x); })) {
+  std::memcpy(filters.data(), bytes.data(), bytes.size());
+  if (!std::all_of(filters.begin(), filters.end(), [](float x) { return std::isfinite(x); }))
     throw std::runtime_error("filters '" + path + "': a number is not finite");
-  }
   return filters;
 }
 
 Evictor::Evictor(engine::LlamaModel& model,
-                 kvtrim::PagedCache& cache,
+                 PagedCache& cache,
                  const Needs& needs,
                  std::vector<float> filters)
-    : cache_(&cache), needs_(needs), filters_(std::move(filters)) {
-  const engine::LlamaShape& shape = model.shape();
-  if (needs.filters && filters_.empty()) {
-    throw std::invalid_argument("policy qfilter needs --filters FILE: calibrated directions of " +
-                                std::to_string(shape.layers) + " layers x " +
-                                std::to_string(shape.kv_heads) + " KV heads");
-  }
-  if (needs.window > 0) {
-    ring_.emplace(kvtrim::QueryRing::Params{.sequences = cache.params().max_sequences,
-                                            .layers = shape.layers,
-                                            .query_heads = shape.heads,
-                                            .head_dim = shape.head_dim,
-                                            .window = needs.window,
-                                            .lse = true});
-  }
-  if (needs.statistics) {
-    model.observe_unrotated_queries(true);
-    moments_.emplace(kvtrim::QueryMoments::Params{.sequences = cache.params().max_sequences,
-                                                  .layers = shape.layers,
-                                                  .query_heads = shape.heads,
-                                                  .head_dim = shape.head_dim});
-  }
-  if (needs.output) copy_output(model);
-  filter_vectors_ = {.data = filters_.empty() ? nullptr : filters_.data(),
-                     .dim = shape.head_dim,
-                     .layer_stride = static_cast<std::int64_t>(shape.kv_heads) * shape.head_dim,
-                     .head_stride = shape.head_dim};
-  scratch_.resize(kvtrim::column_sums_scratch_bytes(shape.head_dim) *
-                  static_cast<std::size_t>(executor_.workers()));
-  heads_ = shape.heads;
-  head_dim_ = shape.head_dim;
+    : cache_(&cache),
+      filters_(needs.filters && filters.empty()
+                   ? throw std::invalid_argument("policy qfilter needs --filters FILE")
+                   : std::move(filters)),
+      output_(output_of(model, needs.output)),
+      recorder_(needs, offered(model)) {
+  model.observe_unrotated_queries(needs.moments.has_value());
 }
 
-kvtrim::Status Evictor::prefill(engine::LlamaModel& model,
-                                kvtrim::SequenceId s,
-                                std::span<const std::int32_t> prompt) {
-  if (!needs_.surprisal) return model.prefill(*cache_, s, prompt, observer());
+Recorder::Params Evictor::offered(const engine::LlamaModel& model) const {
+  const engine::LlamaShape& shape = model.shape();
+  const std::int64_t kv = std::int64_t{shape.kv_heads} * shape.head_dim;
+  const std::int64_t w = std::int64_t{shape.heads} * shape.head_dim * shape.embedding;
+  Recorder::Params p{.sequences = cache_->params().max_sequences,
+                     .layers = shape.layers,
+                     .query_heads = shape.heads,
+                     .kv_heads = shape.kv_heads,
+                     .head_dim = shape.head_dim,
+                     .workers = executor_.workers(),
+                     .lse = true};
+  if (!filters_.empty()) p.filters = {filters_.data(), shape.head_dim, kv, shape.head_dim};
+  if (!output_.empty())
+    p.output = {output_.data(), shape.heads, shape.head_dim, shape.embedding, w};
+  return p;
+}
+
+Status Evictor::prefill(engine::LlamaModel& model,
+                        SequenceId s,
+                        std::span<const std::int32_t> prompt) {
+  if (!recorder_.needs().token_scores) return model.prefill(*cache_, s, prompt, observer());
   std::vector<float> seen(prompt.size(), 0.0F);
   constexpr std::size_t chunk = 256;  // rows of logits that are in memory at a time
   for (std::size_t begin = 0; begin < prompt.size(); begin += chunk) {
     const engine::Segment segment{s, prompt.subspan(begin, std::min(chunk, prompt.size() - begin))};
-    const kvtrim::Status status =
-        model.forward(*cache_, {&segment, 1}, engine::LogitRows::all, observer());
-    if (status != kvtrim::Status::ok) return status;
+    const Status status = model.forward(*cache_, {&segment, 1}, engine::LogitRows::all, observer());
+    if (status != Status::ok) return status;
     for (std::size_t i = 0; i < segment.tokens.size() && begin + i + 1 < prompt.size(); ++i) {
       seen[begin + i + 1] =
-          kvtrim::surprisal(model.logits(static_cast<Eigen::Index>(i)), prompt[begin + i + 1]);
+          surprisal(model.logits(static_cast<Eigen::Index>(i)), prompt[begin + i + 1]);
     }
   }
   surprisal_.resize(seen.size());
-  kvtrim::pool(seen, kvtrim::Pooling::average, 7, surprisal_);
-  return kvtrim::Status::ok;
+  pool(seen, Pooling::average, 7, surprisal_);
+  return Status::ok;
 }
 
-void Evictor::prepare(const AnyPolicy& policy, kvtrim::SequenceId s) {
-  const kvtrim::PlanShape shape =
-      kvtrim::plan_shape(cache_->view(s), observation(s), executor_.workers());
-  const std::size_t bytes = workspace_bytes(policy, shape);
-  if (workspace_.size() < bytes) workspace_.resize(bytes);
+void Evictor::prepare(const AnyPolicy& policy, SequenceId s) {
+  const std::int32_t slot = raw(s);
+  const PlanShape shape =
+      plan_shape(cache_->view(s), recorder_.observation({&slot, 1}), executor_.workers());
+  const auto bytes_for = [&](const auto& p) { return plan_workspace_bytes(p, shape); };
+  workspace_.resize(std::max(workspace_.size(), std::visit(bytes_for, policy)));
 }
 
-kvtrim::Report Evictor::evict(const AnyPolicy& policy,
-                              kvtrim::SequenceId s,
-                              std::int32_t keep,
-                              const kvtrim::PlanOptions& options) {
+Report Evictor::evict(const AnyPolicy& policy,
+                      SequenceId s,
+                      std::int32_t keep,
+                      const PlanOptions& options) {
   prepare(policy, s);
-  if (moments_) moments_->finish(base_of(s));
-  kvtrim::Observation seen = observation(s);
-  const bool by_surprisal = std::visit(
-      [](const auto& p) {
-        return std::is_same_v<std::remove_cvref_t<decltype(p.scorer())>, kvtrim::ExternalParams>;
-      },
-      policy);
-  if (by_surprisal) {
-    if (surprisal_.size() != static_cast<std::size_t>(cache_->live_rows(s))) {
+  const std::int32_t slot = raw(s);
+  Observation seen = recorder_.observation({&slot, 1});
+  if (needs_of(policy).token_scores) {
+    if (surprisal_.size() != static_cast<std::size_t>(cache_->live_rows(s)))
       throw std::runtime_error("scores by surprisal act once, at the end of the prompt");
-    }
     // One score per token for all layers and KV heads.
-    seen.scores = kvtrim::SequencePlane::dense(surprisal_.data(), 1, 1, cache_->live_rows(s));
+    seen.scores = SequencePlane::dense(surprisal_.data(), 1, 1, cache_->live_rows(s));
     seen.scores.layer_stride = seen.scores.head_stride = seen.scores.sequence_stride = 0;
   }
   seen.budgets = &keep;
   seen.budget_rows = {0, 0, 0};
-  const kvtrim::Report report =
-      evict_any(policy, *cache_, cache_->view(s), seen, workspace_, options, executor_);
-  if (!kvtrim::usable(report.status)) {
-    throw std::runtime_error("the eviction was refused: " +
-                             std::string(kvtrim::to_string(report.status)));
-  }
+  const CacheView view = cache_->view(s);
+  const auto by = [&](const auto& p) {
+    return kvtrim::evict(p, *cache_, view, seen, workspace_, options, executor_);
+  };
+  const Report report = std::visit(by, policy);
+  if (!usable(report.status))
+    throw std::runtime_error("the eviction was refused: " + std::string(to_string(report.status)));
   return report;
-}
-
-void Evictor::copy_output(const engine::LlamaModel& model) {
-  const engine::LlamaShape& shape = model.shape();
-  const std::int64_t layer =
-      static_cast<std::int64_t>(shape.heads) * shape.head_dim * shape.embedding;
-  output_.resize(static_cast<std::size_t>(layer * shape.layers));
-  for (std::int32_t l = 0; l < shape.layers; ++l) {
-    Eigen::Map<engine::Matrix>(
-        output_.data() + l * layer, shape.heads * shape.head_dim, shape.embedding) =
-        model.output_projection(kvtrim::LayerId{l}).transpose();
-  }
-  projection_ = {.data = output_.data(),
-                 .query_heads = shape.heads,
-                 .value_dim = shape.head_dim,
-                 .hidden = shape.embedding,
-                 .layer_stride = layer};
 }
 
 void Evictor::observe(const engine::LayerObservation& seen) {
   check_interrupt();  // stop at once, even in a long prompt
-  if (ring_) {
-    ring_->push(seen.sequence,
-                seen.layer,
-                seen.tokens,
-                seen.queries.data(),
-                seen.positions.data(),
-                seen.lse.data());
+  const std::int32_t slot = raw(seen.sequence);
+  const Recorder::Params& model = recorder_.params();
+  LayerStep step{.layer = seen.layer, .sequences = {&slot, 1}};
+  step.queries = {.data = seen.queries.data(),
+                  .query_heads = model.query_heads,
+                  .rows = seen.tokens,
+                  .head_stride = model.head_dim,
+                  .row_stride = std::int64_t{model.query_heads} * model.head_dim,
+                  .positions = seen.positions.data(),
+                  .lse = seen.lse.data(),
+                  .lse_head_stride = seen.tokens};
+  step.unrotated = step.queries;
+  step.unrotated.data = seen.unrotated_queries.data();
+  if (recorder_.record(cache_->view(seen.sequence), step, executor_) != Status::ok) {
+    throw std::runtime_error("the step was not recorded: " + std::string(recorder_.fault().what) +
+                             " " + std::to_string(recorder_.fault().value));
   }
-  kvtrim::QueryBlock block;
-  block.data = seen.unrotated_queries.data();
-  block.query_heads = heads_;
-  block.rows = seen.tokens;
-  block.row_stride = static_cast<std::int64_t>(heads_) * head_dim_;
-  block.head_stride = head_dim_;
-  if (moments_) { moments_->accumulate(seen.sequence, seen.layer, block, kvtrim::LayerId{0}); }
-  if (!needs_.accumulate) return;
-  block.data = seen.queries.data();
-  block.lse = seen.lse.data();
-  block.lse_head_stride = seen.tokens;
-  const kvtrim::CacheView view = cache_->view(seen.sequence);
-  const std::size_t share = scratch_.size() / static_cast<std::size_t>(executor_.workers());
-  executor_.for_each(view.kv_heads, [&](std::int64_t head, std::int32_t worker) {
-    kvtrim::accumulate_column_sums(
-        *needs_.accumulate,
-        {view, kvtrim::SequenceId{0}, seen.layer, kvtrim::HeadId{static_cast<std::int32_t>(head)}},
-        block,
-        kvtrim::LayerId{0},
-        std::span(scratch_).subspan(static_cast<std::size_t>(worker) * share, share));
-  });
 }
 
 }  // namespace program

@@ -42,10 +42,12 @@
 #include <kvtrim/evict/rerotate.hpp>
 #include <kvtrim/observe/accumulate.hpp>
 #include <kvtrim/observe/column_sums.hpp>
+#include <kvtrim/observe/layer_step.hpp>
 #include <kvtrim/observe/observation.hpp>
 #include <kvtrim/observe/plan_shape.hpp>
 #include <kvtrim/observe/query_moments.hpp>
 #include <kvtrim/observe/query_ring.hpp>
+#include <kvtrim/observe/recorder.hpp>
 #include <kvtrim/observe/surprisal.hpp>
 #include <kvtrim/policy/accumulate_params.hpp>
 #include <kvtrim/policy/ada_kv.hpp>
@@ -60,6 +62,7 @@
 #include <kvtrim/policy/key_diff.hpp>
 #include <kvtrim/policy/key_norm.hpp>
 #include <kvtrim/policy/lag_kv.hpp>
+#include <kvtrim/policy/needs.hpp>
 #include <kvtrim/policy/page_selector.hpp>
 #include <kvtrim/policy/policy.hpp>
 #include <kvtrim/policy/pyramid_kv.hpp>

@@ -317,6 +317,27 @@ std::int32_t tables_of(const PagedCache::Params& p) {
 
 }  // namespace
 
+TEST_CASE("paged_cache: live rows and their bytes are summed over layers and heads",
+          "[paged_cache]") {
+  for (const TableScope scope : all_scopes) {
+    for (const DType dtype : {DType::f32, DType::f16}) {
+      PagedCache::Params p = small(scope);
+      p.dtype = dtype;
+      PagedCache cache(p);
+      const SequenceId a = *cache.try_create();
+      CHECK(cache.total_live_rows(a) == 0);
+      REQUIRE(append(cache, a, tags_from(0, 9)) == Status::ok);
+      std::int64_t rows = 0;
+      for (std::int32_t l = 0; l < 2; ++l) {
+        for (std::int32_t h = 0; h < 3; ++h) rows += cache.live_rows(a, LayerId{l}, HeadId{h});
+      }
+      CHECK(rows == 54);
+      CHECK(cache.total_live_rows(a) == rows);
+      CHECK(cache.live_bytes(a) == rows * (3 + 2) * element_bytes(dtype));
+    }
+  }
+}
+
 TEST_CASE("paged_cache: rows are read back as written, in every scope, page size and head count",
           "[paged_cache][property]") {
   for (const TableScope scope : all_scopes) {

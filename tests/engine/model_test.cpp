@@ -156,9 +156,7 @@ TEST_CASE(
     const std::int32_t budget = kvtrim::rows_kept(rows, 0.75);
     const kvtrim::AdaKV<kvtrim::SnapKVSelector<>> policy(
         {.inner = {.budget = budget}, .over = over});
-    program::Needs needs;
-    needs.add(program::PolicySpec("adakv").make(budget, kvtrim::SinkForm::exact));
-    program::Evictor evictor(model, cache, needs);
+    program::Evictor evictor(model, cache, kvtrim::needs(policy));
     REQUIRE(evictor.prefill(model, s, ids) == Status::ok);
     const std::int32_t before = cache.pool().in_use();
     CHECK(before == heads * kvtrim::pages_for(rows, 16));

@@ -119,6 +119,9 @@ std::vector<Rows> kept_by_layer(const P& policy, const Model& m, Observation obs
   for (std::int32_t l = 0; l < layers; ++l) {
     if (scores) { obs.scores.base = scores.row({}, LayerId{l}, {}, 0); }
     const std::vector<Rows> lists = kept(policy, m.layer(l), obs);
+    obs.filters.data += obs.filters.layer_stride;  // the arrays begin with the view's first layer
+    obs.statistics.mean += heads * dim;
+    obs.output.data += obs.output.layer_stride;
     out.insert(out.end(), lists.begin(), lists.end());
   }
   return out;
@@ -223,12 +226,12 @@ TEST_CASE("C12 layers that the model does not have are refused with the numbers"
   CHECK_THAT(refusal(2'147'483'647, 32), ContainsSubstring("layer_offset 2147483647"));
 
   // A scorer that has fewer layers than the view needs says so.
-  m.obs.statistics.layers = 4;
+  m.obs.statistics.layers = 1;
   ExpectedAttentionParams expected;
   expected.rope = {.inverse_frequencies = m.frequencies, .dim = dim};
   const ExpectedAttentionScorer scorer(expected);
   CHECK(scorer.check(m.layer(3), m.obs) == Status::ok);
-  CHECK(scorer.check(m.layer(4), m.obs) == Status::bad_observation);
+  CHECK(scorer.check(m.view, m.obs) == Status::bad_observation);
 }
 
 TEST_CASE("C12 keys of one layer are rotated by the model's frequencies for it",

@@ -4,6 +4,7 @@
 #include "catch.hpp"
 #include "score/score_fixture.hpp"
 
+#include <algorithm>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -150,4 +151,44 @@ TEST_CASE("query_moments: impossible extents are refused with their values",
                     "kvtrim::QueryMoments: head_dim 0 must be at least 1 "
                     "(sequences 1, layers 1, query_heads 1, head_dim 0, sinks 4)");
   CHECK_THROWS_AS(QueryMoments({.head_dim = 8, .sinks = -1}), std::invalid_argument);
+}
+
+TEST_CASE(
+    "query_moments: heads added one by one, in any order, and layers finished one by one leave "
+    "the same bits",
+    "[query_moments][property]") {
+  const Data d = make_data(2, 3, 8, 30, 77);
+  QueryMoments whole({.layers = 2, .query_heads = 6, .head_dim = 8, .sinks = 4});
+  QueryMoments parts({.layers = 2, .query_heads = 6, .head_dim = 8, .sinks = 4});
+  const SequenceId s{0};
+  std::int32_t first = 0;
+  for (const std::int32_t n : {3, 5, 1, 21}) {
+    const QueryBlock b = block_of(d, first, n);
+    for (const LayerId l : {LayerId{0}, LayerId{1}}) {
+      whole.accumulate(s, l, b, LayerId{0});
+      for (const std::int32_t head : {4, 0, 2}) {
+        parts.add_heads(s, l, b, SequenceId{0}, LayerId{0}, head, 2);
+      }
+      parts.advance(s, l, n);
+    }
+    first += n;
+  }
+  whole.finish(s);
+  const auto equal = [&](LayerId l) {
+    bool same = true;
+    const QueryStatistics a = whole.statistics(), b = parts.statistics();
+    for (std::int32_t head = 0; head < 6; ++head) {
+      same = same &&
+             std::equal(a.mean_of(s, l, head), a.mean_of(s, l, head) + 8, b.mean_of(s, l, head));
+      same = same && std::equal(a.covariance_of(s, l, head),
+                                a.covariance_of(s, l, head) + 64,
+                                b.covariance_of(s, l, head));
+    }
+    return same;
+  };
+  parts.finish(s, LayerId{1});
+  CHECK(equal(LayerId{1}));
+  CHECK_FALSE(equal(LayerId{0}));
+  parts.finish(s, LayerId{0});
+  CHECK(equal(LayerId{0}));
 }

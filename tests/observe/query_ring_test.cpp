@@ -183,6 +183,55 @@ TEST_CASE("query_ring: B042 a window over several chunks scores as one chunk doe
   }
 }
 
+TEST_CASE("query_ring: truncation drops the last queries, and the next ones follow the rest",
+          "[query_ring]") {
+  for (const std::int32_t seen : {3, 7, 8, 13, 16}) {
+    for (std::int32_t drop = 0; drop <= 9; ++drop) {
+      QueryRing ring({.sequences = 2, .layers = 2, .query_heads = 2, .head_dim = 2, .window = 8});
+      push(ring, SequenceId{1}, 0, seen);
+      const std::int32_t left = std::max(0, std::min(seen, 8) - drop);
+      const std::int32_t end = std::max(0, seen - drop);
+      ring.truncate(SequenceId{1}, Position{3 * end + 1});  // the position of token `end`
+      const auto shows = [&](std::int32_t first, std::int32_t n) {
+        const QueryBlock b = ring.queries(SequenceId{1});
+        bool same = b.count(SequenceId{0}) == n && ring.count(SequenceId{1}, LayerId{1}) == n &&
+                    ring.complete(SequenceId{1}, LayerId{0}, 2);
+        for (std::int32_t i = 0; same && i < n; ++i) {
+          same = b.position(SequenceId{0}, i, 0) == Position{3 * (first + i) + 1} &&
+                 b.row(SequenceId{0}, LayerId{1}, 1, i)[1] == feature(1, first + i, 1, 1);
+        }
+        return same;
+      };
+      INFO("seen " << seen << ", dropped " << drop);
+      CHECK(shows(seen - drop - left, left));
+      CHECK(raw(ring.last(SequenceId{1}, LayerId{1})) == (drop == 0 ? 3 * seen - 2 : 3 * end));
+      push(ring, SequenceId{1}, end, 3);
+      CHECK(shows(std::max(end - left, end + 3 - 8), std::min(8, left + 3)));
+      CHECK(ring.count(SequenceId{0}, LayerId{0}) == 0);
+    }
+  }
+}
+
+TEST_CASE("query_ring: says which layers are behind, also by a whole window", "[query_ring]") {
+  QueryRing ring({.layers = 2, .query_heads = 1, .head_dim = 1, .window = 4});
+  const SequenceId s{0};
+  CHECK(ring.complete(s, LayerId{0}, 2));
+  const std::vector<float> queries(8);
+  for (const std::int32_t n : {2, 4, 8}) {
+    std::vector<Position> positions;
+    for (std::int32_t i = 0; i < n; ++i) { positions.push_back(Position{100 * n + i}); }
+    ring.push(s, LayerId{0}, n, queries.data(), positions.data());
+    CHECK(ring.complete(s, LayerId{0}, 1));
+    CHECK_FALSE(ring.complete(s, LayerId{1}, 1));
+    CHECK_FALSE(ring.complete(s, LayerId{0}, 2));
+    ring.push(s, LayerId{1}, n, queries.data(), positions.data());
+    CHECK(ring.complete(s, LayerId{0}, 2));
+    CHECK(ring.last(s, LayerId{1}) == positions.back());
+  }
+  ring.reset(s);
+  CHECK(ring.last(s, LayerId{1}) == Position{-1});
+}
+
 TEST_CASE("query_ring: an extent below 1 is refused", "[query_ring][edge]") {
   const QueryRing::Params good{.head_dim = 4};
   CHECK_NOTHROW(QueryRing(good));

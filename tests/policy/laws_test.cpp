@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What every policy must obey with the scores that it makes itself. A new policy adds one word to `KVTRIM_POLICIES`; one
 // that is not a `TopRows` says in an `Entry` how it is made. (policy_test.cpp: the same of selection, with given scores.)
+#include <kvtrim/observe/recorder.hpp>
 #include <kvtrim/policy/ada_kv.hpp>
 #include <kvtrim/policy/chunk_kv.hpp>
 #include <kvtrim/policy/critical_kv.hpp>
@@ -40,6 +41,7 @@
 
 #include "catch.hpp"
 #include "support/method_world.hpp"
+#include "support/step_world.hpp"
 
 #include <algorithm>
 #include <array>
@@ -233,6 +235,8 @@ std::vector<std::vector<std::int32_t>> kept_rows(const PlanView& made, const Cac
 // A policy as the laws see it: the laws are compiled once, not once per policy.
 struct Law {
   Report (*evict)(MethodWorld&);
+  Report (*evict_shown)(MethodWorld&, const Observation&);
+  Needs needs;
   std::vector<std::vector<std::int32_t>> (*planned)(MethodWorld&, const CacheView&);
   Status (*status)(MethodWorld&, const CacheView&, const CacheView& sized_by);
   std::vector<float> (*scores)(MethodWorld&);  // of layer 1, head 1
@@ -260,6 +264,10 @@ Law law_of() {
   law.evict = [](MethodWorld& world) {
     return world.evict(E::make(budget), world.observation(E::given_scores));
   };
+  law.evict_shown = [](MethodWorld& world, const Observation& obs) {
+    return world.evict(E::make(budget), obs);
+  };
+  law.needs = kvtrim::needs(E::make(budget));
   law.planned = [](MethodWorld& world, const CacheView& view) {
     const P policy = E::make(budget);
     const Observation obs = world.observation(E::given_scores);
@@ -459,6 +467,77 @@ void ignores_the_batch(const Law& law) {
   }
 }
 
+// A prompt in chunks, a cut, decode steps with a cut after each; one sequence has nothing at first, one is done early.
+void recorder_shows_what_calls_by_hand_show(const Law& law) {
+  REQUIRE(law.needs.scope >= law.scope);
+  for (const bool from_probabilities : {false, true}) {
+    if (from_probabilities && !law.needs.accumulate) { continue; }
+    const MethodSetup setup = law.setup({.sequences = 3});
+    MethodWorld recorded(setup), by_hand(setup);
+    const Observation offered = recorded.observation();
+    Recorder recorder(law.needs,
+                      {.sequences = 3,
+                       .layers = 2,
+                       .query_heads = setup.kv_heads * setup.group,
+                       .kv_heads = setup.kv_heads,
+                       .head_dim = setup.dim,
+                       .lse = true,
+                       .probabilities = from_probabilities,
+                       .filters = offered.filters,
+                       .output = offered.output});
+    test::ByHand hand(law.needs, setup, true);
+    const std::vector<test::Batch> steps{{{0, 9}, {1, 0}, {2, 17}},
+                                         {{0, 8}, {1, 3}, {2, 0}},
+                                         {{0, 5}, {1, 21}, {2, 1}},
+                                         {{0, 1}, {1, 1}, {2, 1}},
+                                         {{0, 1}, {1, 1}, {2, 0}},
+                                         {{0, 2}, {1, 1}, {2, 0}}};
+    for (std::size_t step = 0; step < steps.size(); ++step) {
+      append_rows(recorded, steps[step]);
+      append_rows(by_hand, steps[step]);
+      for (std::int32_t l = 0; l < setup.layers; ++l) {
+        const test::StepData data(recorded, steps[step], l);
+        LayerStep given = data.step(l, true);
+        if (from_probabilities) {
+          // Attention of one sequence at a time: probabilities of sequences lie one after the other.
+          for (std::size_t i = 0; i < data.size(); ++i) {
+            LayerStep one = given;
+            const std::int32_t slot = data.slot(i);
+            one.sequences = {&slot, 1};
+            one.queries = data.block_of(i, true);
+            one.unrotated = data.block_of(i, false);
+            one.probabilities = {
+                data.probabilities_of(i), 0, data.head_stride(), data.row_stride()};
+            const CacheView view = recorded.cache().view(SequenceId{slot});
+            REQUIRE(recorder.record(view, one) == Status::ok);
+          }
+        } else {
+          REQUIRE(recorder.record(recorded.view(), given) == Status::ok);
+        }
+        hand.record(by_hand, data, l, from_probabilities);
+      }
+      INFO("step " << step);
+      REQUIRE(sum_bits(recorded) == sum_bits(by_hand));
+      if (step < 2) { continue; }
+      Observation shown = recorder.observation();
+      Observation expected = hand.observation(by_hand);
+      if (law.needs.token_scores) {
+        shown.scores = recorded.observation(true).scores;
+        expected.scores = by_hand.observation(true).scores;
+      } else {
+        for (const std::int32_t slot : {0, 1, 2}) {
+          CHECK(recorder.missing(law.needs, {&slot, 1}).empty());
+        }
+      }
+      const Report got = law.evict_shown(recorded, shown);
+      REQUIRE(got.status == Status::ok);
+      REQUIRE(law.evict_shown(by_hand, expected).status == Status::ok);
+      for (std::int32_t s = 0; s < 3; ++s) { REQUIRE(recorded.kept(s) == by_hand.kept(s)); }
+      REQUIRE(sum_bits(recorded) == sum_bits(by_hand));
+    }
+  }
+}
+
 void drops_bad_rows_first(const Law& law) {
   if (law.by_row && !law.whole_pages) {
     // More of them than go, so that some must stay: the lower ones.
@@ -600,6 +679,12 @@ TEMPLATE_TEST_CASE("laws: a sequence alone keeps what it keeps in a batch",
                    "[laws][property]",
                    KVTRIM_POLICIES) {
   ignores_the_batch(law_of<TestType>());
+}
+
+TEMPLATE_TEST_CASE("laws: what a Recorder made for a policy shows it is what calls by hand show",
+                   "[laws][recorder]",
+                   KVTRIM_POLICIES) {
+  recorder_shows_what_calls_by_hand_show(law_of<TestType>());
 }
 
 TEMPLATE_TEST_CASE(

@@ -435,7 +435,8 @@ TEST_CASE("retention: options that make no sense are refused before the model is
   refused({"--policy", "h2o", "snapkv:windows=8"},
           "unknown key 'windows'; known are config, window, ");
   refused({"--policy", "snapkv:kernel=4"}, "policy 'snapkv:kernel=4'");
-  refused({"--policy", "h2o", "h2o:decay=0.5"}, "decay and squared must be the same");
+  refused({"--policy", "h2o", "h2o:decay=0.5"},
+          "one has decay 1, squared false, the other decay 0.5");
   refused({"--removed", "1.5"}, "--removed 1.5");
   refused({"--removed", "0.5,-0.1"}, "--removed -0.1");
   refused({"--removed", "nan"}, "--removed nan");

@@ -27,6 +27,7 @@
 #  include <kvtrim/observe/column_sums.hpp>
 #  include <kvtrim/observe/query_moments.hpp>
 #  include <kvtrim/observe/query_ring.hpp>
+#  include <kvtrim/observe/recorder.hpp>
 #  include <kvtrim/policy/snapkv_selector.hpp>
 #  include <kvtrim/score/accumulated.hpp>
 #  include <kvtrim/score/chunked.hpp>
@@ -48,28 +49,35 @@
 #  include <kvtrim/select/top_k.hpp>
 
 #  include "catch.hpp"
+#  include "support/step_world.hpp"
 
 #  include <Eigen/Core>
 
+#  include <array>
 #  include <cerrno>
 #  include <cstddef>
 #  include <cstdint>
 #  include <memory>
+#  include <optional>
 #  include <vector>
 
 namespace {
 
 thread_local bool counting = false;
 thread_local std::int64_t allocations = 0;
+thread_local std::size_t allocated_bytes = 0;
 
-void count() {
-  if (counting) { ++allocations; }
+void count(std::size_t bytes) {
+  if (!counting) { return; }
+  ++allocations;
+  allocated_bytes += bytes;
 }
 
 // Allocations of f().
 template <class F>
 std::int64_t allocations_of(F&& f) {
   allocations = 0;
+  allocated_bytes = 0;
   counting = true;
   f();
   counting = false;
@@ -85,27 +93,27 @@ void* __libc_realloc(void*, std::size_t);
 void* __libc_memalign(std::size_t, std::size_t);
 
 void* malloc(std::size_t n) noexcept {
-  count();
+  count(n);
   return __libc_malloc(n);
 }
 void* calloc(std::size_t n, std::size_t size) noexcept {
-  count();
+  count(n * size);
   return __libc_calloc(n, size);
 }
 void* realloc(void* p, std::size_t n) noexcept {
-  count();
+  count(n);
   return __libc_realloc(p, n);
 }
 void* memalign(std::size_t alignment, std::size_t n) noexcept {
-  count();
+  count(n);
   return __libc_memalign(alignment, n);
 }
 void* aligned_alloc(std::size_t alignment, std::size_t n) noexcept {
-  count();
+  count(n);
   return __libc_memalign(alignment, n);
 }
 int posix_memalign(void** p, std::size_t alignment, std::size_t n) noexcept {
-  count();
+  count(n);
   *p = __libc_memalign(alignment, n);
   return *p == nullptr ? ENOMEM : 0;
 }
@@ -274,6 +282,54 @@ TEST_CASE("no_allocation: pooling, keys, top_k, external scores and rings alloca
           ring.fork(SequenceId{0}, SequenceId{0});
           ring.reset(SequenceId{0});
         }) == 0);
+}
+
+TEST_CASE("no_allocation: a Recorder allocates what it says, and nothing after it was made",
+          "[no_allocation][recorder]") {
+  for (const std::int32_t dim : {64, 256}) {
+    test::MethodWorld world({.dim = dim, .sequences = 3});
+    Needs needs{.window = 8, .score_planes = true};
+    needs.accumulate = AccumulateParams{.decay = 0.9F};
+    needs.moments = MomentParams{};
+    const RecorderParams params{.sequences = 3,
+                                .layers = 2,
+                                .query_heads = 6,
+                                .kv_heads = 2,
+                                .head_dim = dim,
+                                .workers = 2,
+                                .lse = true};
+    std::optional<Recorder> recorder;
+    CHECK(allocations_of([&] { recorder.emplace(needs, params); }) > 0);
+    CHECK(allocated_bytes == Recorder::bytes(needs, params));
+    const auto run = [&](const test::Batch& batch) {
+      append_rows(world, batch);
+      for (std::int32_t l = 0; l < 2; ++l) {
+        const test::StepData data(world, batch, l);
+        const LayerStep step = data.step(l, true);
+        const CacheView view = world.view();
+        Status status = Status::stale_plan;
+        CHECK(allocations_of([&] { status = recorder->record(view, step); }) == 0);
+        CHECK(status == Status::ok);
+        LayerStep bad = step;
+        bad.queries.lse = nullptr;
+        CHECK(allocations_of([&] { status = recorder->record(view, bad); }) == 0);
+        CHECK(status == Status::bad_observation);
+      }
+    };
+    run({{0, 20}, {1, 3}, {2, 9}});
+    const std::array<std::int32_t, 2> slots{2, 0};
+    CHECK(allocations_of([&] {
+            recorder->fork(0, 1);
+            static_cast<void>(recorder->missing(needs, slots));
+            static_cast<void>(recorder->observation(slots, LayerId{1}, 1));
+            static_cast<void>(recorder->observation());
+            recorder->truncate(1, Position{18});
+            recorder->reset(1);
+            recorder->reset(2);
+            recorder->fork(0, 1);
+          }) == 0);
+    run({{0, 1}, {1, 0}, {2, 1}});  // the block that 0 shares with 1 is copied
+  }
 }
 
 #endif

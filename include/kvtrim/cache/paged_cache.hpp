@@ -311,6 +311,17 @@ class PagedCache {
   [[nodiscard]] std::int32_t live_rows(SequenceId s, LayerId l = {}, HeadId h = {}) const noexcept {
     return state(s, l, h).live_rows;
   }
+  /// Live rows of sequence `s`, summed over layers and KV heads.
+  [[nodiscard]] std::int64_t total_live_rows(SequenceId s) const noexcept {
+    std::int64_t rows = 0;
+    for (std::int32_t t = 0; t < tables_; ++t) { rows += states_[table_index(s, t)].live_rows; }
+    return rows * (params_.layers * params_.kv_heads / tables_);
+  }
+  /// Bytes of keys and values of these rows.
+  [[nodiscard]] std::int64_t live_bytes(SequenceId s) const noexcept {
+    return total_live_rows(s) * (params_.key_dim + params_.value_dim) *
+           element_bytes(params_.dtype);
+  }
   /// Position of the next token: the number of tokens seen, evicted ones included. The same for all layers.
   [[nodiscard]] Position next_position(SequenceId s) const noexcept {
     return Position{state(s).next_position};

@@ -18,21 +18,22 @@ enum class LseBase : std::uint8_t {
   two,  ///< binary (FlashInfer)
 };
 
-/// Queries as attention uses them: after RoPE, before the scale. fp32, indexed [sequence, layer, query head, row].
+/// Queries as attention uses them: after RoPE, before the scale. fp32, indexed [slot, layer, query head, row].
 ///
+/// The slot of a sequence is where it lies in the arrays: the engine's own number of it, which stays while batches change.
 /// Query head h belongs to KV head `h / (query_heads / kv_heads)`.
 struct QueryBlock {
-  const float* data = nullptr;   ///< sequence 0, layer 0, head 0, row 0; null: no queries
-  std::int32_t query_heads = 0;  ///< a multiple of the KV heads
-  std::int32_t rows = 0;         ///< rows per sequence if `row_counts` is null
-  const std::int32_t* row_firsts = nullptr;  ///< [sequences] first row (ragged, rings); null: 0
-  const std::int32_t* row_counts = nullptr;  ///< [sequences] rows; null: `rows` each
-  std::int64_t sequence_stride = 0;  ///< floats between sequences; 0: `row_firsts` index one array
-  std::int64_t layer_stride = 0;     ///< floats between layers
-  std::int64_t head_stride = 0;      ///< floats between query heads
-  std::int64_t row_stride = 0;       ///< floats between rows
+  const float* data = nullptr;               ///< slot 0, layer 0, head 0, row 0; null: no queries
+  std::int32_t query_heads = 0;              ///< a multiple of the KV heads
+  std::int32_t rows = 0;                     ///< rows per sequence if `row_counts` is null
+  const std::int32_t* row_firsts = nullptr;  ///< [slots] first row (ragged batches, rings); null: 0
+  const std::int32_t* row_counts = nullptr;  ///< [slots] rows; null: `rows` each
+  std::int64_t sequence_stride = 0;     ///< floats between slots; 0 if `row_firsts` index one array
+  std::int64_t layer_stride = 0;        ///< floats between layers
+  std::int64_t head_stride = 0;         ///< floats between query heads
+  std::int64_t row_stride = 0;          ///< floats between rows
   const Position* positions = nullptr;  ///< position of a row; null: the last rows of the sequence
-  std::int64_t position_sequence_stride = 0;  ///< positions between sequences
+  std::int64_t position_sequence_stride = 0;  ///< positions between slots
   const float* lse = nullptr;  ///< log-sum-exp of the scaled, causal logits; null: computed
   std::int64_t lse_sequence_stride = 0;  ///< floats
   std::int64_t lse_layer_stride = 0;     ///< floats
@@ -40,17 +41,22 @@ struct QueryBlock {
   LseBase lse_base = LseBase::e;         ///< base of `lse`
   float scale = 0;                       ///< factor of the logits; 0: 1 / sqrt(head_dim)
   float soft_cap = 0;                    ///< c * tanh(logit / c); 0: none
+  const std::int32_t* slots = nullptr;  ///< [sequences] where each lies; null: sequence s in slot s
 
+  /// Slot of sequence `s`.
+  [[nodiscard]] constexpr std::int32_t slot(SequenceId s) const noexcept {
+    return slots == nullptr ? raw(s) : slots[raw(s)];
+  }
   /// Rows of sequence `s`.
   [[nodiscard]] constexpr std::int32_t count(SequenceId s) const noexcept {
-    return row_counts == nullptr ? rows : row_counts[raw(s)];
+    return row_counts == nullptr ? rows : row_counts[slot(s)];
   }
   /// Row `i` of sequence `s`.
   [[nodiscard]] const float* row(SequenceId s,
                                  LayerId l,
                                  std::int32_t head,
                                  std::int32_t i) const noexcept {
-    return data + raw(s) * sequence_stride + raw(l) * layer_stride + head * head_stride +
+    return data + slot(s) * sequence_stride + raw(l) * layer_stride + head * head_stride +
            (first(s) + i) * row_stride;
   }
   /// LSE of row `i`.
@@ -58,20 +64,20 @@ struct QueryBlock {
                              LayerId l,
                              std::int32_t head,
                              std::int32_t i) const noexcept {
-    return lse[raw(s) * lse_sequence_stride + raw(l) * lse_layer_stride + head * lse_head_stride +
+    return lse[slot(s) * lse_sequence_stride + raw(l) * lse_layer_stride + head * lse_head_stride +
                first(s) + i];
   }
   /// Position of row `i`, if the next token of the sequence is at `next_position`.
   [[nodiscard]] Position position(SequenceId s,
                                   std::int32_t i,
                                   std::int32_t next_position) const noexcept {
-    return positions != nullptr ? positions[raw(s) * position_sequence_stride + first(s) + i]
+    return positions != nullptr ? positions[slot(s) * position_sequence_stride + first(s) + i]
                                 : Position{next_position - count(s) + i};
   }
 
  private:
   [[nodiscard]] constexpr std::int64_t first(SequenceId s) const noexcept {
-    return row_firsts == nullptr ? 0 : row_firsts[raw(s)];
+    return row_firsts == nullptr ? 0 : row_firsts[slot(s)];
   }
 };
 
@@ -87,7 +93,7 @@ namespace detail {
 }
 }  // namespace detail
 
-/// One vector per (layer of the model, KV head), fp32: QFilter's directions.
+/// One vector per (layer, KV head), fp32: QFilter's directions.
 struct HeadVectors {
   const float* data = nullptr;    ///< layer 0, KV head 0; null: none
   std::int32_t dim = 0;           ///< elements of a vector
@@ -104,12 +110,14 @@ struct HeadVectors {
 
 /// Mean and covariance of the queries before RoPE, per query head: of this prompt, or of a calibration set.
 struct QueryStatistics {
-  const float* mean = nullptr;        ///< [sequences, layers, query_heads, dim]; null: none
-  const float* covariance = nullptr;  ///< [sequences, layers, query_heads, dim, dim]; null: zero
+  const float* mean = nullptr;        ///< [slots, layers, query_heads, dim]; null: none
+  const float* covariance = nullptr;  ///< [slots, layers, query_heads, dim, dim]; null: zero
   std::int32_t query_heads = 0;       ///< a multiple of the KV heads
   std::int32_t dim = 0;               ///< head dim of the queries
-  std::int32_t layers = 0;            ///< layers in the arrays: of the model, from its first on
-  bool per_sequence = false;  ///< one array per sequence; false: one serves all (a calibration set)
+  std::int32_t layers = 0;            ///< layers in the arrays, from the view's first on
+  bool per_sequence = false;  ///< one array per slot; false: one serves all (a calibration set)
+  const std::int32_t* slots = nullptr;  ///< [sequences] where each lies; null: sequence s in slot s
+  std::int32_t slot_layers = 0;         ///< layers from one slot to the next; 0: `layers`
 
   /// Whether they are present.
   [[nodiscard]] constexpr explicit operator bool() const noexcept { return mean != nullptr; }
@@ -126,14 +134,14 @@ struct QueryStatistics {
 
  private:
   [[nodiscard]] std::int64_t index_of(SequenceId s, LayerId l, std::int32_t head) const noexcept {
-    const std::int64_t first = per_sequence ? static_cast<std::int64_t>(raw(s)) * layers : 0;
-    return (first + raw(l)) * query_heads + head;
+    const std::int64_t slot = !per_sequence ? 0 : slots == nullptr ? raw(s) : slots[raw(s)];
+    return (slot * (slot_layers > 0 ? slot_layers : layers) + raw(l)) * query_heads + head;
   }
 };
 
 /// The attention's output projection, split by query head: W_O of head h maps a value to the residual stream.
 struct OutputProjection {
-  const float* data = nullptr;    ///< [layers of the model, query_heads, value_dim, hidden], fp32
+  const float* data = nullptr;    ///< [layers, query_heads, value_dim, hidden], fp32; null: none
   std::int32_t query_heads = 0;   ///< a multiple of the KV heads
   std::int32_t value_dim = 0;     ///< head dim of the values
   std::int32_t hidden = 0;        ///< width of the residual stream
@@ -161,7 +169,7 @@ struct PageScoreArray {
   }
 };
 
-/// What a plan may look at besides the cache.
+/// What a plan may look at besides the cache. Every array begins with the view's first layer.
 ///
 /// \par Source
 /// own: each scorer's header names its paper

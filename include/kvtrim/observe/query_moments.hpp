@@ -51,11 +51,21 @@ class QueryMoments {
     const std::size_t dim = index(p_.head_dim);
     seen_.assign(layers, 0);
     counts_.assign(heads, 0);
-    deltas_.assign(layers * dim, 0.0);
+    deltas_.assign(heads * dim, 0.0);
     means_.assign(heads * dim, 0.0);
     products_.assign(heads * triangle(), 0.0);
     mean_.assign(heads * dim, 0.0F);
     covariance_.assign(heads * dim * dim, 0.0F);
+  }
+
+  /// Bytes that moments allocate.
+  [[nodiscard]] static constexpr std::size_t bytes(const Params& p) noexcept {
+    const std::size_t layers = index(p.sequences) * index(p.layers);
+    const std::size_t dim = index(p.head_dim);
+    const std::size_t head = sizeof(std::int64_t) +
+                             (2 * dim + dim * (dim + 1) / 2) * sizeof(double) +
+                             (dim + dim * dim) * sizeof(float);
+    return layers * (sizeof(std::int64_t) + index(p.query_heads) * head);
   }
 
   /// Adds the queries of a chunk of sequence `s`, those of one layer; call it for each layer.
@@ -69,19 +79,40 @@ class QueryMoments {
                   LayerId l,
                   const QueryBlock& queries,
                   LayerId query_layer) noexcept {
+    add_heads(s, l, queries, s, query_layer, 0, p_.query_heads);
+    advance(s, l, queries.count(s));
+  }
+
+  /// Adds the queries of heads [first_head, first_head + heads) alone: those that sequence `from` of `queries` has. Call
+  /// `advance` once all heads have them.
+  ///
+  /// \pre `queries.query_heads == params().query_heads`
+  /// \par Complexity
+  /// O(rows * heads * head_dim^2); no allocation
+  /// \par Thread-safety
+  /// one thread per (sequence, layer, head)
+  void add_heads(SequenceId s,
+                 LayerId l,
+                 const QueryBlock& queries,
+                 SequenceId from,
+                 LayerId query_layer,
+                 std::int32_t first_head,
+                 std::int32_t heads) noexcept {
     KVTRIM_ASSERT(queries.query_heads == p_.query_heads && raw(s) < p_.sequences &&
                   raw(l) < p_.layers);
-    const std::size_t layer = layer_index(s, l);
-    const std::int32_t rows = queries.count(s);
-    for (std::int32_t i = 0; i < rows; ++i) {
-      if (seen_[layer] < p_.sinks) {
-        ++seen_[layer];
-        continue;
-      }
-      for (std::int32_t head = 0; head < p_.query_heads; ++head) {
-        add(layer, head, queries.row(s, query_layer, head, i));
+    const auto sinks = static_cast<std::int32_t>(p_.sinks - seen_[layer_index(s, l)]);
+    const std::int32_t rows = queries.count(from);
+    for (std::int32_t head = first_head; head < first_head + heads; ++head) {
+      for (std::int32_t i = sinks; i < rows; ++i) {
+        add(layer_index(s, l), head, queries.row(from, query_layer, head, i));
       }
     }
+  }
+
+  /// Counts `n` queries of a layer as seen.
+  void advance(SequenceId s, LayerId l, std::int32_t n) noexcept {
+    std::int64_t& seen = seen_[layer_index(s, l)];
+    seen = std::min<std::int64_t>(seen + n, p_.sinks);
   }
 
   /// Sets `statistics()` of sequence `s` to those of the queries seen so far; zero if there are none.
@@ -89,9 +120,14 @@ class QueryMoments {
   /// \par Complexity
   /// O(layers * query_heads * head_dim^2); no allocation
   void finish(SequenceId s) noexcept {
+    for (std::int32_t l = 0; l < p_.layers; ++l) { finish(s, LayerId{l}); }
+  }
+
+  /// The same for one layer.
+  void finish(SequenceId s, LayerId l) noexcept {
     const std::size_t dim = index(p_.head_dim);
-    const std::size_t heads = index(p_.layers) * index(p_.query_heads);
-    for (std::size_t head = index(raw(s)) * heads; head < (index(raw(s)) + 1) * heads; ++head) {
+    const std::size_t first = layer_index(s, l) * index(p_.query_heads);
+    for (std::size_t head = first; head < first + index(p_.query_heads); ++head) {
       const double share = counts_[head] > 0 ? 1.0 / static_cast<double>(counts_[head]) : 0.0;
       const double* product = products_.data() + head * triangle();
       float* const out = covariance_.data() + head * dim * dim;
@@ -143,7 +179,9 @@ class QueryMoments {
   [[nodiscard]] const Params& params() const noexcept { return p_; }
 
  private:
-  static std::size_t index(std::int64_t i) noexcept { return static_cast<std::size_t>(i); }
+  static constexpr std::size_t index(std::int64_t i) noexcept {
+    return static_cast<std::size_t>(i);
+  }
   [[nodiscard]] std::size_t triangle() const noexcept {
     return index(p_.head_dim) * (index(p_.head_dim) + 1) / 2;
   }
@@ -157,7 +195,7 @@ class QueryMoments {
     const std::size_t at = layer * index(p_.query_heads) + index(head);
     const auto n = static_cast<double>(++counts_[at]);
     Eigen::Map<Eigen::ArrayXd> mean(means_.data() + at * index(dim), dim);
-    Eigen::Map<Eigen::ArrayXd> delta(deltas_.data() + layer * index(dim), dim);
+    Eigen::Map<Eigen::ArrayXd> delta(deltas_.data() + at * index(dim), dim);
     delta = Eigen::Map<const Eigen::ArrayXf>(query, dim).cast<double>() - mean;
     mean += delta / n;
     double* row = products_.data() + at * triangle();
@@ -170,7 +208,7 @@ class QueryMoments {
   Params p_;
   std::vector<std::int64_t> seen_;    // [sequences, layers] sinks included
   std::vector<std::int64_t> counts_;  // [sequences, layers, query_heads]
-  std::vector<double> deltas_;        // [sequences, layers, head_dim] working space
+  std::vector<double> deltas_;        // as `means_`, working space
   std::vector<double> means_;         // [sequences, layers, query_heads, head_dim]
   std::vector<double> products_;      // [sequences, layers, query_heads, triangle] centred sums
   std::vector<float> mean_;           // as `means_`

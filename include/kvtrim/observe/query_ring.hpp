@@ -54,7 +54,18 @@ class QueryRing {
     positions_.resize(index(p_.sequences) * index(2 * p_.window));
     firsts_.assign(index(p_.sequences), 0);
     counts_.assign(index(p_.sequences), 0);
-    seen_.assign(index(p_.sequences) * index(p_.layers), 0);
+    shown_.assign(index(p_.sequences), 0);
+    layers_.assign(index(p_.sequences) * index(p_.layers), {});
+  }
+
+  /// Bytes that a ring allocates.
+  [[nodiscard]] static constexpr std::size_t bytes(const Params& p) noexcept {
+    const std::size_t rows = index(p.sequences) * 2 * index(p.window);
+    const std::size_t heads = index(p.layers) * index(p.query_heads);
+    return rows * heads * (index(p.head_dim) + (p.lse ? 1 : 0)) * sizeof(float) +
+           rows * sizeof(Position) +
+           index(p.sequences) * (2 * sizeof(std::int32_t) + sizeof(std::int64_t)) +
+           index(p.sequences) * index(p.layers) * sizeof(Layer);
   }
 
   /// Stores `n` queries of one layer; call it for each layer of a chunk, with the same positions.
@@ -70,34 +81,131 @@ class QueryRing {
             const float* queries,
             const Position* positions,
             const float* lse = nullptr) noexcept {
-    KVTRIM_ASSERT((lse != nullptr) == p_.lse && raw(s) < p_.sequences && raw(l) < p_.layers);
-    std::int64_t& seen = seen_[index(raw(s)) * index(p_.layers) + index(raw(l))];
+    QueryBlock block;
+    block.data = queries;
+    block.query_heads = p_.query_heads;
+    block.rows = n;
+    block.head_stride = p_.head_dim;
+    block.row_stride = static_cast<std::int64_t>(p_.query_heads) * p_.head_dim;
+    block.positions = positions;
+    block.lse = lse;
+    block.lse_head_stride = n;
+    store(s, l, block, SequenceId{0}, 0, p_.query_heads);
+    advance(s, l, block, SequenceId{0}, 0);
+  }
+
+  /// Stores the queries of heads [first_head, first_head + heads) alone: those that sequence `from` of `step` has in its
+  /// layer 0. They count once `advance` was called.
+  ///
+  /// \pre `step.lse` is there if `Params::lse`
+  /// \par Complexity
+  /// O(min(rows, window) * heads * head_dim)
+  /// \par Thread-safety
+  /// one thread per (sequence, layer, head)
+  void store(SequenceId s,
+             LayerId l,
+             const QueryBlock& step,
+             SequenceId from,
+             std::int32_t first_head,
+             std::int32_t heads) noexcept {
+    KVTRIM_ASSERT((step.lse != nullptr || !p_.lse) && raw(s) < p_.sequences && raw(l) < p_.layers);
+    const std::int32_t n = step.count(from);
+    const std::int32_t begin = std::max(0, n - p_.window);
+    const auto begin_slot = static_cast<std::int32_t>((layer(s, l).seen + begin) % p_.window);
     const std::int64_t row = p_.head_dim;
-    for (std::int32_t i = std::max(0, n - p_.window); i < n; ++i) {
-      const std::int64_t slot = (seen + i) % p_.window;
-      for (const std::int64_t at : {slot, slot + p_.window}) {
-        for (std::int32_t h = 0; h < p_.query_heads; ++h) {
-          const std::int64_t head =
-              ((static_cast<std::int64_t>(raw(s)) * p_.layers + raw(l)) * p_.query_heads + h) * 2 *
-              p_.window;
-          std::memcpy(queries_.data() + (head + at) * row,
-                      queries + (i * static_cast<std::int64_t>(p_.query_heads) + h) * row,
-                      index(row) * sizeof(float));
-          if (p_.lse) { lse_[index(head + at)] = lse[h * static_cast<std::int64_t>(n) + i]; }
+    for (std::int32_t h = first_head; h < first_head + heads; ++h) {
+      const std::int64_t head =
+          ((static_cast<std::int64_t>(raw(s)) * p_.layers + raw(l)) * p_.query_heads + h) * 2 *
+          p_.window;
+      std::int32_t slot = begin_slot;
+      for (std::int32_t i = begin; i < n; ++i) {
+        const float* const query = step.row(from, LayerId{0}, h, i);
+        for (const std::int64_t at : {head + slot, head + slot + p_.window}) {
+          std::memcpy(queries_.data() + at * row, query, index(row) * sizeof(float));
+          if (p_.lse) {
+            lse_[index(at)] = detail::natural(step.lse_of(from, LayerId{0}, h, i), step.lse_base);
+          }
         }
-        positions_[index(raw(s) * static_cast<std::int64_t>(2 * p_.window) + at)] = positions[i];
+        if (++slot == p_.window) { slot = 0; }
       }
     }
-    seen += n;
-    counts_[index(raw(s))] = static_cast<std::int32_t>(std::min<std::int64_t>(seen, p_.window));
-    firsts_[index(raw(s))] = seen <= p_.window ? 0 : static_cast<std::int32_t>(seen % p_.window);
+  }
+
+  /// Makes the queries count that `store` stored for all heads.
+  ///
+  /// \param next_position  of the sequence, after the step; read where `step` has no positions
+  void advance(SequenceId s,
+               LayerId l,
+               const QueryBlock& step,
+               SequenceId from,
+               std::int32_t next_position) noexcept {
+    const std::int32_t n = step.count(from);
+    if (n == 0) { return; }
+    Layer& at = layer(s, l);
+    for (std::int32_t i = std::max(0, n - p_.window); i < n; ++i) {
+      const std::int64_t slot = (at.seen + i) % p_.window;
+      for (const std::int64_t place : {slot, slot + p_.window}) {
+        position_at(s, place) = step.position(from, i, next_position);
+      }
+    }
+    at.seen += n;
+    at.kept = static_cast<std::int32_t>(std::min<std::int64_t>(at.kept + n, p_.window));
+    at.last = step.position(from, n - 1, next_position);
+    show(s, at);
+  }
+
+  /// Drops the queries from position `next` on, as a truncation of the sequence does. Those that they pushed out of the
+  /// ring are gone: fewer than `window` stay until as many have been seen again.
+  ///
+  /// \par Complexity
+  /// O(layers * window)
+  void truncate(SequenceId s, Position next) noexcept {
+    std::int32_t least = p_.window;
+    Layer* any = nullptr;
+    for (std::int32_t l = 0; l < p_.layers; ++l) {
+      Layer& at = layer(s, LayerId{l});
+      if (at.seen == 0) { continue; }
+      while (at.kept > 0 && position_at(s, (at.seen - 1) % p_.window) >= next) {
+        --at.seen;
+        --at.kept;
+      }
+      at.last = std::min(at.last, Position{raw(next) - 1});
+      least = std::min(least, at.kept);
+      any = &at;
+    }
+    if (any == nullptr) { return; }
+    // A layer that a step had not reached still has older queries, whose positions the step has overwritten; and where
+    // nothing is left, it was another number of queries that went.
+    for (std::int32_t l = 0; l < p_.layers; ++l) {
+      Layer& at = layer(s, LayerId{l});
+      at.kept = std::min(at.kept, least);
+      if (least == 0) { at.seen = 0; }
+    }
+    show(s, *any);
   }
 
   /// Forgets the queries of sequence `s`.
   void reset(SequenceId s) noexcept {
-    std::fill_n(seen_.data() + index(raw(s)) * index(p_.layers), p_.layers, 0);
-    counts_[index(raw(s))] = 0;
-    firsts_[index(raw(s))] = 0;
+    for (std::int32_t l = 0; l < p_.layers; ++l) { layer(s, LayerId{l}) = {}; }
+    show(s, {});
+  }
+
+  /// Position of the last query seen in a layer, -1 if there is none.
+  [[nodiscard]] Position last(SequenceId s, LayerId l) const noexcept { return layer(s, l).last; }
+
+  /// Queries kept of a layer.
+  [[nodiscard]] std::int32_t count(SequenceId s, LayerId l) const noexcept {
+    return layer(s, l).kept;
+  }
+
+  /// Whether the block has the last queries of these layers: not between layers of a step, where some are ahead of the
+  /// others.
+  [[nodiscard]] bool complete(SequenceId s, LayerId first, std::int32_t layers) const noexcept {
+    for (std::int32_t l = raw(first); l < raw(first) + layers; ++l) {
+      const Layer& at = layer(s, LayerId{l});
+      if (at.kept != counts_[index(raw(s))] || at.seen != shown_[index(raw(s))]) { return false; }
+    }
+    return true;
   }
 
   /// Copies the queries of `from` to `to`, as a fork of the sequence does.
@@ -106,7 +214,8 @@ class QueryRing {
       const std::size_t part = v.size() / index(p_.sequences);
       std::copy_n(v.data() + part * index(raw(from)), part, v.data() + part * index(raw(to)));
     };
-    copy(queries_), copy(lse_), copy(positions_), copy(firsts_), copy(counts_), copy(seen_);
+    copy(queries_), copy(lse_), copy(positions_), copy(firsts_), copy(counts_), copy(shown_),
+        copy(layers_);
   }
 
   /// The last `min(seen, window)` queries of every sequence, ascending by position. Valid until the next push.
@@ -119,7 +228,29 @@ class QueryRing {
   [[nodiscard]] const Params& params() const noexcept { return p_; }
 
  private:
-  static std::size_t index(std::int64_t i) noexcept { return static_cast<std::size_t>(i); }
+  struct Layer {
+    std::int64_t seen = 0;  // place of the next query, modulo the window
+    std::int32_t kept = 0;  // queries
+    Position last{-1};      // of the newest
+  };
+
+  static constexpr std::size_t index(std::int64_t i) noexcept {
+    return static_cast<std::size_t>(i);
+  }
+  [[nodiscard]] Layer& layer(SequenceId s, LayerId l) noexcept {
+    return layers_[index(raw(s)) * index(p_.layers) + index(raw(l))];
+  }
+  [[nodiscard]] const Layer& layer(SequenceId s, LayerId l) const noexcept {
+    return layers_[index(raw(s)) * index(p_.layers) + index(raw(l))];
+  }
+  [[nodiscard]] Position& position_at(SequenceId s, std::int64_t place) noexcept {
+    return positions_[index(raw(s) * static_cast<std::int64_t>(2 * p_.window) + place)];
+  }
+  void show(SequenceId s, const Layer& at) noexcept {
+    counts_[index(raw(s))] = at.kept;
+    firsts_[index(raw(s))] = static_cast<std::int32_t>((at.seen - at.kept) % p_.window);
+    shown_[index(raw(s))] = at.seen;
+  }
 
   [[nodiscard]] QueryBlock block(std::int64_t first) const noexcept {
     QueryBlock b;
@@ -148,7 +279,9 @@ class QueryRing {
   std::vector<Position> positions_;   // [sequences, 2 * window]
   std::vector<std::int32_t> firsts_;  // [sequences]
   std::vector<std::int32_t> counts_;  // [sequences]
-  std::vector<std::int64_t> seen_;    // [sequences, layers]
+  std::vector<std::int64_t>
+      shown_;                  // [sequences] Layer::seen of the layer that the two above are of
+  std::vector<Layer> layers_;  // [sequences, layers]
 };
 
 }  // namespace kvtrim

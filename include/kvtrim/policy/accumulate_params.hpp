@@ -8,6 +8,8 @@
 
 namespace kvtrim {
 
+struct Needs;
+
 /// How attention is accumulated.
 ///
 /// \par Source
@@ -27,6 +29,10 @@ struct AccumulateParams {
       throw_invalid_argument("{}: decay {} is not within (0, 1]", who, decay);
     }
   }
+  /// Sums in the view; to rank by age, positions too. Defined in policy/needs.hpp.
+  [[nodiscard]] constexpr Needs needs() const noexcept;
+
+  friend constexpr bool operator==(const AccumulateParams&, const AccumulateParams&) = default;
 };
 static_assert(ScoreParams<AccumulateParams>);
 

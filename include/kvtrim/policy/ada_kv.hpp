@@ -7,6 +7,7 @@
 #include <kvtrim/budget/adaptive.hpp>
 #include <kvtrim/policy/detail/check_sizes.hpp>
 #include <kvtrim/policy/detail/joined_name.hpp>
+#include <kvtrim/policy/needs.hpp>
 #include <kvtrim/policy/policy.hpp>
 
 #include <concepts>
@@ -64,6 +65,8 @@ class AdaKV {
   [[nodiscard]] constexpr Removal removal() const noexcept { return Removal::stable_pack; }
   /// `Inner`'s scorer.
   [[nodiscard]] constexpr decltype(auto) scorer() const noexcept { return inner_.scorer(); }
+  /// `Inner`'s own.
+  [[nodiscard]] constexpr Needs needs() const noexcept { return detail::own_needs(inner_); }
   /// How the heads share.
   [[nodiscard]] constexpr AdaptiveParams adaptive() const noexcept {
     return {params_.safeguard, params_.form, params_.over};

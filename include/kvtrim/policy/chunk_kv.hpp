@@ -7,6 +7,7 @@
 #include <kvtrim/core/error.hpp>
 #include <kvtrim/policy/detail/check_sizes.hpp>
 #include <kvtrim/policy/detail/joined_name.hpp>
+#include <kvtrim/policy/needs.hpp>
 #include <kvtrim/policy/policy.hpp>
 #include <kvtrim/policy/window_params.hpp>
 
@@ -43,6 +44,12 @@ struct Chunked {
   /// As for the scores.
   [[nodiscard]] constexpr std::int32_t unscored() const noexcept {
     return detail::unscored_rows(scores);
+  }
+  /// As for the scores, and what chunk borders go by: the rows' positions and the next one.
+  [[nodiscard]] constexpr Needs needs() const noexcept {
+    Needs n = detail::own_needs(scores);
+    n.positions = n.states = true;
+    return n;
   }
 };
 static_assert(ScoreParams<Chunked<WindowParams>>);

@@ -8,6 +8,7 @@
 #include <kvtrim/policy/decorators.hpp>
 #include <kvtrim/policy/detail/check_sizes.hpp>
 #include <kvtrim/policy/detail/joined_name.hpp>
+#include <kvtrim/policy/needs.hpp>
 #include <kvtrim/policy/policy.hpp>
 
 #include <concepts>
@@ -75,6 +76,9 @@ class CriticalKV {
   {
     return inner_.adaptive();
   }
+
+  /// `Inner`'s own.
+  [[nodiscard]] constexpr Needs needs() const noexcept { return detail::own_needs(inner_); }
 
   /// Rows of `keep` that the first stage chooses, protected ones included.
   [[nodiscard]] constexpr std::int32_t first_stage(std::int32_t keep) const noexcept {

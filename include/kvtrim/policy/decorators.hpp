@@ -6,6 +6,7 @@
 
 #include <kvtrim/policy/detail/check_sizes.hpp>
 #include <kvtrim/policy/detail/joined_name.hpp>
+#include <kvtrim/policy/needs.hpp>
 #include <kvtrim/policy/policy.hpp>
 #include <kvtrim/policy/window_params.hpp>
 
@@ -38,6 +39,8 @@ struct PerLayer {
   [[nodiscard]] constexpr std::int32_t unscored() const noexcept {
     return detail::unscored_rows(scores);
   }
+  /// As for the scores.
+  [[nodiscard]] constexpr Needs needs() const noexcept { return detail::own_needs(scores); }
 };
 
 /// Rescales a score by the length of the row's value.
@@ -67,6 +70,8 @@ struct ValueNorm {
   [[nodiscard]] constexpr std::int32_t unscored() const noexcept {
     return detail::unscored_rows(scores);
   }
+  /// As for the scores.
+  [[nodiscard]] constexpr Needs needs() const noexcept { return detail::own_needs(scores); }
 };
 
 /// Rescales a score by the norm of the row's value after the attention's output projection.
@@ -96,12 +101,21 @@ struct OutputNorm {
   [[nodiscard]] constexpr std::int32_t unscored() const noexcept {
     return detail::unscored_rows(scores);
   }
+  /// As for the scores, and the output projection.
+  [[nodiscard]] constexpr Needs needs() const noexcept {
+    Needs n = detail::own_needs(scores);
+    n.output = true;
+    return n;
+  }
 };
 
 /// Parameters of `OutputNormFactor`: none.
 ///
 /// \par Source
 /// Feng et al., 2025, arXiv:2502.03805
-struct OutputNormFactorParams {};
+struct OutputNormFactorParams {
+  /// The output projection.
+  [[nodiscard]] constexpr Needs needs() const noexcept { return {.output = true}; }
+};
 
 }  // namespace kvtrim

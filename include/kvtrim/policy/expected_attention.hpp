@@ -4,6 +4,7 @@
 #include <kvtrim/core/error.hpp>
 #include <kvtrim/core/rope.hpp>
 #include <kvtrim/policy/detail/check_sizes.hpp>
+#include <kvtrim/policy/needs.hpp>
 #include <kvtrim/policy/top_rows.hpp>
 
 #include <cstdint>
@@ -44,6 +45,10 @@ struct ExpectedAttentionParams {
           rope.dim,
           rope.offset);
     }
+  }
+  /// Moments of all queries but those of the sinks; the future begins at the next rope position.
+  [[nodiscard]] constexpr Needs needs() const noexcept {
+    return {.moments = MomentParams{.sinks = sinks}, .states = true};
   }
 };
 static_assert(ScoreParams<ExpectedAttentionParams>);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <kvtrim/policy/needs.hpp>
 #include <kvtrim/policy/top_rows.hpp>
 
 #include <string_view>
@@ -18,6 +19,8 @@ struct ExternalParams {
 
   /// Nothing to check.
   constexpr void check(std::string_view) const noexcept {}
+  /// The scores.
+  [[nodiscard]] constexpr Needs needs() const noexcept { return {.token_scores = true}; }
 };
 static_assert(ScoreParams<ExternalParams>);
 

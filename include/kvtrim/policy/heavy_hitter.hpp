@@ -6,6 +6,7 @@
 #include <kvtrim/policy/accumulate_params.hpp>
 #include <kvtrim/policy/detail/check_sizes.hpp>
 #include <kvtrim/policy/detail/joined_name.hpp>
+#include <kvtrim/policy/needs.hpp>
 #include <kvtrim/policy/policy.hpp>
 
 #include <algorithm>
@@ -158,6 +159,10 @@ class HeavyHitter {
     } else {
       return params_.scores;
     }
+  }
+  /// Besides its scores: `promote` counts the rows since the last cut.
+  [[nodiscard]] constexpr Needs needs() const noexcept {
+    return {.states = Mode == HeavyMode::promote};
   }
 
  private:

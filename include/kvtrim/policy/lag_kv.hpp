@@ -5,6 +5,7 @@
 
 #include <kvtrim/cache/sequence_state.hpp>
 #include <kvtrim/policy/detail/check_sizes.hpp>
+#include <kvtrim/policy/needs.hpp>
 #include <kvtrim/policy/policy.hpp>
 
 #include <algorithm>
@@ -34,6 +35,8 @@ struct LagKVParams {
   }
   /// The last partition and the remainder have nothing after them.
   [[nodiscard]] constexpr std::int32_t unscored() const noexcept { return 2 * lag - 1; }
+  /// If rows are judged once: the tokens seen, and the rows that the last eviction left.
+  [[nodiscard]] constexpr Needs needs() const noexcept { return {.states = judged_once}; }
 };
 static_assert(ScoreParams<LagKVParams>);
 

@@ -8,6 +8,7 @@
 #include <kvtrim/policy/detail/check_sizes.hpp>
 #include <kvtrim/policy/detail/joined_name.hpp>
 #include <kvtrim/policy/external.hpp>
+#include <kvtrim/policy/needs.hpp>
 #include <kvtrim/policy/policy.hpp>
 #include <kvtrim/policy/window_params.hpp>
 
@@ -142,6 +143,12 @@ class PageSelector {
   }
   /// What shares a page set.
   [[nodiscard]] constexpr PageUnit unit() const noexcept { return params_.unit; }
+  /// Besides its scores: tables as fine as the page sets.
+  [[nodiscard]] constexpr Needs needs() const noexcept {
+    return {.scope = params_.unit == PageUnit::per_table   ? TableScope::head
+                     : params_.unit == PageUnit::per_layer ? TableScope::layer
+                                                           : TableScope::group};
+  }
 
  private:
   Params params_;

@@ -58,6 +58,7 @@ struct NoScores {};
 /// | `S::protects`  | to `Protection`       | default number of first and of last rows that always stay                  |
 /// | `s.check(who)` | `void`                | throws `std::invalid_argument` in the name of `who` if a parameter is out of range |
 /// | `s.unscored()` | to `std::int32_t`     | optional: last rows that have no score, so that a policy must protect them |
+/// | `s.needs()`    | `Needs`, `noexcept`   | optional: what must be recorded (`needs`); without it: keys and values alone |
 ///
 /// `check` is constexpr. `ScorerOf<S>`, or `S` itself if it satisfies `Scorer`, makes the scores.
 ///
@@ -80,6 +81,7 @@ concept ScoreParams =
 /// | `p.demand(in)` | `Demand`, `noexcept` | rows that stay and rows that are protected                                |
 /// | `p.removal()`  | `Removal`, `noexcept`| the way rows are removed unless the caller names one                      |
 /// | `p.scorer()`   | a `Scorer`, or parameters that `ScorerOf` maps to one | what ranks the candidates                |
+/// | `p.needs()`    | `Needs`, `noexcept`  | optional: what its rules need besides its scores (`needs`)                |
 ///
 /// Semantics the compiler cannot check: `demand` is pure, asks for more than `live` rows only if it keeps all, and does
 /// not depend on scores. Policies are trivially copyable, so one object serves all sequences and threads.

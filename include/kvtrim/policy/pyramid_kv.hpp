@@ -5,6 +5,7 @@
 
 #include <kvtrim/budget/pyramid.hpp>
 #include <kvtrim/policy/detail/check_sizes.hpp>
+#include <kvtrim/policy/needs.hpp>
 #include <kvtrim/policy/policy.hpp>
 #include <kvtrim/policy/snapkv_selector.hpp>
 
@@ -69,6 +70,10 @@ class PyramidKV {
   [[nodiscard]] constexpr Removal removal() const noexcept { return Removal::stable_pack; }
   /// Attention of the window.
   [[nodiscard]] constexpr WindowParams scorer() const noexcept { return snapkv_.scorer(); }
+  /// Besides its scores: tables per layer, and the tokens seen.
+  [[nodiscard]] constexpr Needs needs() const noexcept {
+    return {.states = true, .scope = TableScope::layer};
+  }
 
  private:
   Params params_;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <kvtrim/policy/needs.hpp>
 #include <kvtrim/policy/top_rows.hpp>
 
 #include <cstdint>
@@ -21,6 +22,8 @@ struct RandomParams {
 
   /// Nothing to check.
   constexpr void check(std::string_view) const noexcept {}
+  /// Positions, of which the choice is a function.
+  [[nodiscard]] constexpr Needs needs() const noexcept { return {.positions = true}; }
 };
 static_assert(ScoreParams<RandomParams>);
 

@@ -3,6 +3,7 @@
 
 #include <kvtrim/core/error.hpp>
 #include <kvtrim/policy/detail/check_sizes.hpp>
+#include <kvtrim/policy/needs.hpp>
 #include <kvtrim/policy/top_rows.hpp>
 
 #include <cstdint>
@@ -48,6 +49,10 @@ struct RKVParams {
     if (group > RKVGroup::logits) {
       throw_invalid_argument("{}: scores.group {} is none of RKVGroup", who, group);
     }
+  }
+  /// The window's queries, and positions: of rows that are alike, the newest counts.
+  [[nodiscard]] constexpr Needs needs() const noexcept {
+    return {.window = window, .positions = true};
   }
 };
 static_assert(ScoreParams<RKVParams>);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <kvtrim/policy/needs.hpp>
 #include <kvtrim/policy/top_rows.hpp>
 
 #include <cstdint>
@@ -19,6 +20,8 @@ struct TovaParams {
 
   /// Nothing to check.
   constexpr void check(std::string_view) const noexcept {}
+  /// The last query, which sees the rows up to its own position.
+  [[nodiscard]] constexpr Needs needs() const noexcept { return {.window = 1, .positions = true}; }
 };
 static_assert(ScoreParams<TovaParams>);
 

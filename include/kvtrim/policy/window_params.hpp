@@ -3,6 +3,7 @@
 
 #include <kvtrim/core/pooling.hpp>
 #include <kvtrim/policy/detail/check_sizes.hpp>
+#include <kvtrim/policy/needs.hpp>
 #include <kvtrim/policy/policy.hpp>
 
 #include <cstdint>
@@ -46,6 +47,10 @@ struct WindowParams {
   /// The window's own rows, unless they are scored too.
   [[nodiscard]] constexpr std::int32_t unscored() const noexcept {
     return own_columns ? 0 : window;
+  }
+  /// The window's queries, which see the rows up to their own position.
+  [[nodiscard]] constexpr Needs needs() const noexcept {
+    return {.window = window, .positions = true};
   }
 };
 static_assert(ScoreParams<WindowParams>);

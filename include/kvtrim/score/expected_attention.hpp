@@ -85,8 +85,7 @@ class ExpectedAttentionScorer {
     const bool rotates = rope.kind == RopeKind::standard && rope.dim >= 2 && rope.dim % 2 == 0 &&
                          rope.offset >= 0 && rope.dim <= view.k.head_dim - rope.offset &&
                          static_cast<std::int64_t>(rope.inverse_frequencies.size()) >= frequencies;
-    const bool fits = q && q.dim == view.k.head_dim &&
-                      q.layers >= view.layer_offset + view.layers &&
+    const bool fits = q && q.dim == view.k.head_dim && q.layers >= view.layers &&
                       q.query_heads >= view.kv_heads && q.query_heads % view.kv_heads == 0;
     const bool read = readable(view.k) && (!params_.value_norm || readable(view.v));
     return rotates && fits && read ? Status::ok : Status::bad_observation;
@@ -199,10 +198,10 @@ class ExpectedAttentionScorer {
       const std::int32_t query_head = raw(h) * mem.group + g;
       float* const mean = mem.statistics.data();
       const auto row = [&](std::int32_t i) { return mean + static_cast<std::ptrdiff_t>(i) * dim; };
-      std::copy_n(statistics.mean_of(s, l, query_head), dim, mean);
+      std::copy_n(statistics.mean_of(s, layer, query_head), dim, mean);
       bool finite = detail::finite(mean, dim);
       for (std::int32_t i = 0; matrix && i < dim; ++i) {
-        const float* const covariance = statistics.covariance_of(s, l, query_head);
+        const float* const covariance = statistics.covariance_of(s, layer, query_head);
         std::copy_n(covariance + static_cast<std::ptrdiff_t>(i) * dim, dim, row(1 + i));
         finite = finite && detail::finite(row(1 + i), dim);
       }

@@ -48,11 +48,10 @@ class OutputNormFactor {
   [[nodiscard]] Status check(const CacheView& view, const Observation& obs) const noexcept {
     const OutputProjection& w = obs.output;
     const std::int64_t layer = static_cast<std::int64_t>(w.query_heads) * w.value_dim * w.hidden;
-    const bool fits =
-        w && w.query_heads >= view.kv_heads && w.query_heads % view.kv_heads == 0 &&
-        w.value_dim == view.v.head_dim && w.hidden >= 1 &&
-        (obs.queries.data == nullptr || obs.queries.query_heads == w.query_heads) &&
-        (view.layers_of_model() == 1 || w.layer_stride == 0 || w.layer_stride >= layer);
+    const bool fits = w && w.query_heads >= view.kv_heads && w.query_heads % view.kv_heads == 0 &&
+                      w.value_dim == view.v.head_dim && w.hidden >= 1 &&
+                      (obs.queries.data == nullptr || obs.queries.query_heads == w.query_heads) &&
+                      (view.layers == 1 || w.layer_stride == 0 || w.layer_stride >= layer);
     return fits && readable(view.v) ? Status::ok : Status::bad_observation;
   }
 
@@ -73,8 +72,7 @@ class OutputNormFactor {
     detail::for_each_key_tile(values, mem.tiles, [&](std::int32_t first, std::int32_t count) {
       sums.setZero();
       for (std::int32_t g = 0; g < group; ++g) {
-        const float* const w =
-            obs.output.of(head.view.model_layer(head.layer), raw(head.head) * group + g);
+        const float* const w = obs.output.of(head.layer, raw(head.head) * group + g);
         add_magnitudes(w, obs.output.hidden, mem);
       }
       for (std::int32_t t = 0; t < count; ++t) {

@@ -19,7 +19,7 @@ namespace kvtrim {
 /// Scores a row by minus the projection of its key onto the filter of its KV head, `Observation::filters`.
 ///
 /// \par Shapes
-/// keys [live rows, head_dim]; filters [layers of the model, KV heads, head_dim], fp32; scores [live rows]
+/// keys [live rows, head_dim]; filters [layers, KV heads, head_dim], fp32; scores [live rows]
 /// \par Ties
 /// none broken here. NaN: a key that is not finite scores NaN; with a filter that is not finite, all rows of its head do
 /// \par Complexity
@@ -51,9 +51,8 @@ class QFilterScorer : public detail::RowByRow<QFilterScorer> {
     const Layout mem{arena, dim};
     KVTRIM_ASSERT(arena.ok());
     Eigen::Map<Eigen::ArrayXd> filter(mem.filter.data(), dim);
-    filter = Eigen::Map<const Eigen::ArrayXf>(
-                 obs.filters.of(head.view.model_layer(head.layer), head.head), dim)
-                 .cast<double>();
+    filter =
+        Eigen::Map<const Eigen::ArrayXf>(obs.filters.of(head.layer, head.head), dim).cast<double>();
     detail::score_each_row(head, detail::Side::keys, first, mem.block, out, [&](const float* row) {
       const Eigen::Map<const Eigen::ArrayXf> key(row, dim);
       return -static_cast<float>((key.cast<double>() * filter).sum());

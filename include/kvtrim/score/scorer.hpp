@@ -23,6 +23,7 @@ namespace kvtrim {
 /// | `s.scratch_bytes(shape)`           | to `std::size_t` | working space of one call, pure    |
 /// | `s.check(view, obs)`               | `Status`         | whether what it needs is there     |
 /// | `s.score(head, obs, scratch, out)` | `void`           | `out[r]` for each live row `r`     |
+/// | `s.needs()`                        | `Needs`          | optional: what must be recorded; without it: keys and values alone |
 ///
 /// All are `noexcept`; `scratch` has `scratch_bytes(shape)` bytes, `out` the rows of the table in use. Semantics the compiler
 /// cannot check: `score` allocates nothing and depends on nothing but its arguments (same input, same bits, whatever the

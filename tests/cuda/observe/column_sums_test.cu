@@ -214,6 +214,29 @@ TEST_CASE("cuda column sums: keys, queries and LSE that are not finite count as 
   }
 }
 
+TEST_CASE("cuda column sums: where the queries of a sequence lie does not change a bit",
+          "[column_sums]") {
+  for (const DType dtype : {DType::f32, DType::bf16}) {
+    WorldOptions o{.dtype = dtype, .group = 2, .layers = 2, .lengths = {30, 2, 45}};
+    o.score_planes = true;
+    o.queries = 20;
+    o.query_dtype = dtype;
+    const AccumulateParams params{.decay = 0.75F};
+    ScoreWorld plain(o);
+    const Sums expected = accumulate(plain, params);
+    for (const bool ring : {false, true}) {
+      o.ring = ring;
+      o.slots = {2, 0, 1};
+      ScoreWorld w(o);
+      const Sums got = accumulate(w, params);
+      CHECK(got.sums == expected.sums);
+      CHECK(got.rests == expected.rests);
+      CHECK(got.scores == expected.scores);
+      CHECK(worst_error(w, params, got, 0) <= 1);
+    }
+  }
+}
+
 TEST_CASE("cuda column sums: step by step or at once, the sums agree", "[column_sums][property]") {
   WorldOptions o{.dtype = DType::f32, .dim = 64, .kv_heads = 1, .group = 1, .lengths = {40}};
   o.queries = 40;

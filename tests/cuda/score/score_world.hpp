@@ -55,6 +55,8 @@ struct WorldOptions {
   std::int32_t skew = 0;  // elements that bases are moved by: 16-byte alignment is lost
   bool key_scales = false;
   std::uint32_t seed = 1;
+  std::vector<std::int32_t> slots = {};  // where each sequence's queries lie; empty: s in slot s
+  bool ring = false;                     // rows are found by their firsts, positions are given
 };
 
 /// Value of fp8 bits, by the definition of the format.
@@ -161,9 +163,10 @@ class ScoreWorld {
     return positions_[at(row_index(s, l, h, r))];
   }
   std::int32_t next_position(std::int32_t s) const { return next_[at(s)]; }
-  std::int32_t query_count(std::int32_t s) const { return query_counts_[at(s)]; }
+  std::int32_t slot(std::int32_t s) const { return o.slots.empty() ? s : o.slots[at(s)]; }
+  std::int32_t query_count(std::int32_t s) const { return query_counts_[at(slot(s))]; }
   std::int64_t query_row(std::int32_t s, std::int32_t l, std::int32_t head, std::int32_t i) const {
-    return ((static_cast<std::int64_t>(s) * o.layers + l) * o.kv_heads * o.group + head) *
+    return ((static_cast<std::int64_t>(slot(s)) * o.layers + l) * o.kv_heads * o.group + head) *
                o.queries +
            i;
   }
@@ -213,6 +216,9 @@ class ScoreWorld {
     device_pool_.upload(pool_bytes_);
     device_queries_.upload(query_bytes_);
     device_query_counts_.upload(query_counts_);
+    device_query_firsts_.upload(query_firsts_);
+    device_query_positions_.upload(query_positions_);
+    device_slots_.upload(o.slots);
     device_scales_.upload(scales_);
     score_sums.upload(host_sums);
     score_rests.upload(host_rests);
@@ -347,14 +353,22 @@ class ScoreWorld {
   }
 
   void make_queries() {
-    const std::int64_t rows = query_row(sequences, 0, 0, 0);
+    const std::int64_t rows =
+        static_cast<std::int64_t>(sequences) * o.layers * o.kv_heads * o.group * o.queries;
     query_values_.resize(at(rows * o.dim));
     host_query_values_.resize(at(rows * o.dim));
     query_bytes_.assign(at((rows * o.dim + o.skew) * element_bytes(o.query_dtype)),
                         std::byte{0xFF});
     lse_.assign(at(rows), std::nan(""));
+    query_counts_.resize(at(sequences));
+    query_firsts_.resize(at(sequences));
+    query_positions_.resize(at(rows));
     for (std::int32_t s = 0; s < sequences; ++s) {
-      query_counts_.push_back(std::min(o.queries, live(s)));
+      query_counts_[at(slot(s))] = std::min(o.queries, live(s));
+      query_firsts_[at(slot(s))] = static_cast<std::int32_t>(query_row(s, 0, 0, 0));
+      for (std::int32_t i = 0; i < query_count(s); ++i) {
+        query_positions_[at(query_row(s, 0, 0, i))] = Position{query_position(s, i)};
+      }
     }
     scales_.resize(at(o.layers * o.kv_heads));
     for (auto& x : scales_) {
@@ -429,6 +443,12 @@ class ScoreWorld {
     b.lse_base = o.lse_base;
     b.scale = o.scale;
     b.soft_cap = o.soft_cap;
+    b.slots = o.slots.empty() ? nullptr : o.slots.data();
+    if (o.ring) {
+      b.row_firsts = query_firsts_.data();
+      b.positions = query_positions_.data();
+      b.sequence_stride = b.lse_sequence_stride = 0;
+    }
   }
 
   void make_device_view() {
@@ -455,6 +475,11 @@ class ScoreWorld {
                                                         o.skew * element_bytes(o.query_dtype));
     queries.block.row_counts = device_query_counts_.data();
     queries.block.lse = o.lse ? device_lse_.data() : nullptr;
+    if (!o.slots.empty()) { queries.block.slots = device_slots_.data(); }
+    if (o.ring) {
+      queries.block.row_firsts = device_query_firsts_.data();
+      queries.block.positions = device_query_positions_.data();
+    }
     if (o.key_scales) { key_scales = {device_scales_.data(), o.kv_heads, 1}; }
   }
 
@@ -508,7 +533,8 @@ class ScoreWorld {
   std::int32_t pages_ = 0;
   std::int32_t max_pages_ = 0;
   std::vector<std::int32_t> ids_, indptr_, lengths_, last_page_len_, first_rows_, positions_, next_,
-      query_counts_;
+      query_counts_, query_firsts_;
+  std::vector<Position> query_positions_;
   std::vector<SequenceState> states_;
   std::vector<std::byte> pool_bytes_, query_bytes_;
   std::vector<double> keys_, query_values_, lse_;
@@ -517,7 +543,9 @@ class ScoreWorld {
   DeviceArray<std::int32_t> device_ids_{"page ids"}, device_indptr_{"indptr"},
       device_lengths_{"lengths"}, device_last_page_len_{"last_page_len"},
       device_first_rows_{"first_rows"}, device_positions_{"positions"},
-      device_query_counts_{"query counts"};
+      device_query_counts_{"query counts"}, device_query_firsts_{"query firsts"},
+      device_slots_{"slots"};
+  DeviceArray<Position> device_query_positions_{"query positions"};
   DeviceArray<SequenceState> device_states_{"states"};
   DeviceArray<std::byte> device_pool_{"pool"}, device_queries_{"queries"};
   DeviceArray<float> device_lse_{"lse"}, device_scales_{"key scales"};

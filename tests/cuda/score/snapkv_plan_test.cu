@@ -79,6 +79,13 @@ TEST_CASE("cuda::plan: SnapKVSelector from queries keeps the host's rows", "[cud
   cuda::DeviceObservation device_obs;
   device_obs.queries = block;
   device_obs.queries.data = device_queries.data();
+  std::vector<std::int32_t> slots;
+  for (std::int32_t s = shape.sequences; s > 0; --s) { slots.push_back(s - 1); }
+  const DeviceBuffer<std::int32_t> device_slots(slots, "slots");
+  if (GENERATE(false, true)) {  // sequences lie in the reverse order
+    block.slots = slots.data();
+    device_obs.queries.slots = device_slots.data();
+  }
 
   const bool bad_length = GENERATE(false, true);
   const SnapKVSelector policy({.window = 4, .budget = 11, .kernel = 3});

@@ -304,6 +304,33 @@ TEST_CASE("cuda window: a score does not change by a bit with page size, place, 
   }
 }
 
+TEST_CASE("cuda window: where the queries of a sequence lie does not change a bit",
+          "[window][mma]") {
+  for (const DType dtype : {DType::f32, DType::bf16}) {
+    for (const bool lse : {true, false}) {
+      WorldOptions o{.dtype = dtype, .kv_heads = 2, .group = 2, .layers = 2};
+      o.lengths = {40, 3, 25, 61};
+      o.query_dtype = dtype;
+      o.lse = lse;
+      const WindowParams params{.window = 5, .kernel = 3};
+      ScoreWorld plain(o);
+      const Outcome expected = score(plain, params);
+      for (const bool ring : {false, true}) {
+        for (const std::vector<std::int32_t>& slots :
+             {std::vector<std::int32_t>{}, {2, 0, 3, 1}, {3, 2, 1, 0}}) {
+          o.ring = ring;
+          o.slots = slots;
+          ScoreWorld w(o);
+          const Outcome r = score(w, params);
+          INFO(describe(o) << ", ring " << ring << ", slots " << slots.size());
+          CHECK(r.scores == expected.scores);
+          if (dtype == DType::f32) { CHECK(worst_difference(w, params, r.scores) < 1e-4); }
+        }
+      }
+    }
+  }
+}
+
 TEST_CASE("cuda window: layers may be separate buffers, aligned or not", "[window]") {
   for (const cuda::ScorePath path : {cuda::ScorePath::fma, cuda::ScorePath::tensor_cores}) {
     for (const std::int32_t skew :

@@ -14,7 +14,7 @@
 
 namespace kvtrim::cuda {
 
-/// A `QueryBlock` on the device, with queries in whatever type attention uses.
+/// A `QueryBlock` on the device, its `slots` too, with queries in whatever type attention uses.
 struct DeviceQueries {
   QueryBlock block{};        ///< `data` points to elements of `dtype`; strides count those elements
   DType dtype = DType::f32;  ///< f32, f16 or bf16
@@ -39,25 +39,31 @@ struct ScoreBounds {
 
 namespace detail {
 
-/// First row of sequence `s` in its arrays.
-KVTRIM_DEVICE std::int64_t first_query(const QueryBlock& b, SequenceId s) {
-  return b.row_firsts == nullptr ? 0 : b.row_firsts[raw(s)];
+/// Where sequence `s` lies in the arrays.
+KVTRIM_DEVICE std::int32_t query_slot(const QueryBlock& b, SequenceId s) {
+  return b.slots == nullptr ? raw(s) : b.slots[raw(s)];
+}
+/// First row of slot `slot` in its arrays.
+KVTRIM_DEVICE std::int64_t first_query(const QueryBlock& b, std::int32_t slot) {
+  return b.row_firsts == nullptr ? 0 : b.row_firsts[slot];
 }
 /// Rows of sequence `s`.
 KVTRIM_DEVICE std::int32_t query_count(const QueryBlock& b, SequenceId s) {
-  return b.row_counts == nullptr ? b.rows : b.row_counts[raw(s)];
+  return b.row_counts == nullptr ? b.rows : b.row_counts[query_slot(b, s)];
 }
 /// Elements from `data` to row `i`.
 KVTRIM_DEVICE std::int64_t query_offset(
     const QueryBlock& b, SequenceId s, LayerId l, std::int32_t head, std::int32_t i) {
-  return raw(s) * b.sequence_stride + raw(l) * b.layer_stride + head * b.head_stride +
-         (first_query(b, s) + i) * b.row_stride;
+  const std::int32_t slot = query_slot(b, s);
+  return slot * b.sequence_stride + raw(l) * b.layer_stride + head * b.head_stride +
+         (first_query(b, slot) + i) * b.row_stride;
 }
 /// LSE of row `i`, base 2.
 KVTRIM_DEVICE float query_lse2(
     const QueryBlock& b, SequenceId s, LayerId l, std::int32_t head, std::int32_t i) {
-  const float lse = b.lse[raw(s) * b.lse_sequence_stride + raw(l) * b.lse_layer_stride +
-                          head * b.lse_head_stride + first_query(b, s) + i];
+  const std::int32_t slot = query_slot(b, s);
+  const float lse = b.lse[slot * b.lse_sequence_stride + raw(l) * b.lse_layer_stride +
+                          head * b.lse_head_stride + first_query(b, slot) + i];
   return b.lse_base == LseBase::two ? lse : lse * 1.44269504088896340736F;
 }
 /// Position of row `i`.
@@ -65,9 +71,9 @@ KVTRIM_DEVICE std::int32_t query_position(const QueryBlock& b,
                                           SequenceId s,
                                           std::int32_t i,
                                           std::int32_t next_position) {
-  return b.positions != nullptr
-             ? raw(b.positions[raw(s) * b.position_sequence_stride + first_query(b, s) + i])
-             : next_position - query_count(b, s) + i;
+  if (b.positions == nullptr) { return next_position - query_count(b, s) + i; }
+  const std::int32_t slot = query_slot(b, s);
+  return raw(b.positions[slot * b.position_sequence_stride + first_query(b, slot) + i]);
 }
 
 KVTRIM_DEVICE bool is_finite(float x) {
