@@ -128,7 +128,7 @@ struct ManyThreads {
   std::int32_t count = 1;
   std::int32_t workers() const { return count; }
   template <class F>
-  void for_each(std::int64_t n, F&& f) const {
+  void for_each(std::int64_t n, F&& f) const noexcept {
     std::atomic<std::int64_t> next{0};
     std::vector<std::thread> threads;
     for (std::int32_t w = 0; w < count; ++w) {
