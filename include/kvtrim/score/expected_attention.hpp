@@ -127,7 +127,7 @@ class ExpectedAttentionScorer {
       const Eigen::Map<const Eigen::ArrayXf> value(row, mem.value_dim);
       finish(i, finite ? std::sqrt(value.cast<double>().square().sum()) : double{nan});
     };
-    detail::for_each_row(head, detail::Side::values, mem.values, score_value);
+    detail::for_each_row(head, detail::Side::values, 0, live, mem.values, score_value);
   }
 
  private:
