@@ -69,22 +69,18 @@ struct Row {
 
   template <class Any>
   Any make(SpecValues& key, const Purpose& to) const {
-    const auto chosen = [&](auto... params) {
+    const auto make_one = [&](auto... params) {
       int left = 0;
       if constexpr (sizeof...(P) > 1)
         left = static_cast<int>(read(key, to, params...));
       else
         read(key, to, params...);
       Any policy;
-      const auto make_next = [&]<class Q>(std::in_place_type_t<Q>, auto& p) {
-        if (left-- != 0) return;
-        set_budget(p, to);
-        policy = Q(p);
-      };
-      (make_next(std::in_place_type<P>, params), ...);
+      (set_budget(params, to), ...);
+      ((left-- == 0 ? void(policy = P(params)) : void()), ...);
       return policy;
     };
-    return chosen(defaults<P>()...);
+    return make_one(defaults<P>()...);
   }
 };
 template <class... P, class Read>
@@ -220,15 +216,17 @@ inline constexpr std::tuple table{
         "score=surprisal (for questions that come later): norm=none, sinks=4"),
 };
 
+// clang-format on
+
 template <class Read, class... P>
 std::tuple<P...> classes(const Row<Read, P...>&);
 template <class... P>
 std::variant<P...> any_of(std::tuple<P...>);
 template <class... Rows>
-auto any_of_rows(std::tuple<Rows...>) -> decltype(any_of(std::tuple_cat(classes(std::declval<Rows>())...)));
+auto any_of_rows(const std::tuple<Rows...>&)
+    -> decltype(any_of(std::tuple_cat(classes(std::declval<Rows>())...)));
 
 }  // namespace detail
-// clang-format on
 
 /// Any policy of the table.
 using AnyPolicy = decltype(detail::any_of_rows(detail::table));

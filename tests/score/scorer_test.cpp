@@ -58,11 +58,26 @@ static_assert(!Scorer<int>);
 
 }  // namespace
 
+// Parameters of a user's own: with a declared scorer, with a specialised one, and scorers themselves.
+namespace own {
+struct Declared {};
+struct Specialised {};
+struct Derived : Declared, ByRow {};
+kvtrim::NoScorer scorer_of(kvtrim::ScoreTag<Declared>);
+}  // namespace own
+template <>
+struct kvtrim::ScorerOf<own::Specialised> {
+  using type = kvtrim::NoScorer;
+};
+
 TEST_CASE("scorer: parameters find their scorer, a scorer is its own", "[scorer]") {
   STATIC_REQUIRE(std::is_same_v<ScorerOf<WindowParams>::type, WindowScorer>);
   STATIC_REQUIRE(std::is_same_v<ScorerOf<AccumulateParams>::type, AccumulatedScorer>);
   STATIC_REQUIRE(std::is_same_v<ScorerOf<NoScores>::type, NoScorer>);
   STATIC_REQUIRE(std::is_same_v<ScorerOf<ByRow>::type, ByRow>);
+  STATIC_REQUIRE(std::is_same_v<ScorerOf<own::Declared>::type, NoScorer>);
+  STATIC_REQUIRE(std::is_same_v<ScorerOf<own::Specialised>::type, NoScorer>);
+  STATIC_REQUIRE(std::is_same_v<ScorerOf<own::Derived>::type, own::Derived>);
   STATIC_REQUIRE(std::is_same_v<ScorerOf<ExternalScorer>::type, ExternalScorer>);
 }
 

@@ -22,7 +22,6 @@ namespace kvtrim {
 ///
 /// \par Source
 /// Li et al., 2024, arXiv:2404.14469 (the observation window)
-///
 /// \par Allocation
 /// in the constructor only: 2 * sequences * layers * query_heads * window * head_dim floats
 /// \par Thread-safety

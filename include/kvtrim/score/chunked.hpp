@@ -31,11 +31,8 @@ namespace kvtrim {
 template <class Scores>
 class ChunkedScorer {
  public:
-  /// The token scorer.
   using Token = typename ScorerOf<Scores>::type;
-  /// KV heads of a layer share their scores.
   static constexpr bool common_to_layer = true;
-  /// As for the token score.
   static constexpr bool reads_given_scores = kvtrim::reads_given_scores<Token>;
 
   /// \pre `params.chunk >= 1`

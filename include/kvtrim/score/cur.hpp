@@ -97,11 +97,12 @@ class CurScorer {
               const Layout& mem,
               std::span<double> out) const noexcept {
     const std::int32_t dim = detail::plane_of(head.view, side).head_dim;
-    detail::for_each_row(head, side, mem.block, [&](std::int32_t i, const float* row, bool finite) {
+    const auto measure = [&](std::int32_t i, const float* row, bool finite) {
       const Eigen::Map<const Eigen::ArrayXf> x(row, dim);
       out[index(i)] =
           finite ? x.cast<double>().square().sum() : std::numeric_limits<double>::quiet_NaN();
-    });
+    };
+    detail::for_each_row(head, side, 0, mem.rows, mem.block, measure);
     const std::size_t live = mem.order.size();
     const std::size_t window =
         params_.window > 0 ? index(params_.window) : std::max<std::size_t>(1, live);

@@ -128,7 +128,7 @@ class ExpectedAttentionScorer {
       const Eigen::Map<const Eigen::ArrayXf> value(row, mem.value_dim);
       finish(i, finite ? std::sqrt(value.cast<double>().square().sum()) : double{nan});
     };
-    detail::for_each_row(head, detail::Side::values, mem.values, score_value);
+    detail::for_each_row(head, detail::Side::values, 0, live, mem.values, score_value);
   }
 
  private:
@@ -139,10 +139,10 @@ class ExpectedAttentionScorer {
     std::int32_t value_dim;
     std::int32_t group;  // query heads of the KV head
     std::int32_t rows;
-    // Of one query head: rotated mean, then rotated covariance.
     std::int32_t padded = detail::padded_queries(params.covariance ? dim + 1 : 1);
     std::int64_t floats = static_cast<std::int64_t>(padded) * dim;
     detail::TileScratch tiles{arena, dim};
+    // [padded, dim] of one query head: rotated mean, then rotated covariance.
     std::span<float> statistics = arena.take<float>(floats);
     std::span<float> queries = arena.take<float>(group * floats);  // as products read them
     std::span<float> products =                                    // [padded, tile_rows]

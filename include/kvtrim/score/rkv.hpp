@@ -53,8 +53,7 @@ class RKVScorer {
     return detail::window_bytes<Layout>(shape, params_.window);
   }
 
-  /// `bad_observation` without queries (no rows at all need no data), or when their heads are not a multiple of the KV
-  /// heads, or keys are not readable.
+  /// `bad_observation` without queries (no rows need no data), with heads that do not fit, or where keys are not readable.
   [[nodiscard]] Status check(const CacheView& view, const Observation& obs) const noexcept {
     return detail::check_window_queries(view, obs.queries);
   }

@@ -11,6 +11,7 @@
 #include <kvtrim/policy/policy.hpp>
 
 #include <concepts>
+#include <cstddef>
 #include <span>
 #include <type_traits>
 

@@ -49,8 +49,7 @@ class WindowScorer {
     return detail::window_bytes<Layout>(shape, params_.window);
   }
 
-  /// `bad_observation` without queries (no rows at all need no data), or when their heads are not a multiple of the KV
-  /// heads, or keys are not readable.
+  /// `bad_observation` without queries (no rows need no data), with heads that do not fit, or where keys are not readable.
   [[nodiscard]] Status check(const CacheView& view, const Observation& obs) const noexcept {
     return detail::check_window_queries(view, obs.queries);
   }
@@ -131,25 +130,22 @@ class WindowScorer {
     return any;
   }
   // Masks what the query must not see among the panel's rows first .. first + panel_rows of the tile.
-  static void mask(detail::Panel& x,
+  static void mask(float* values,
                    const Layout& mem,
                    std::int32_t first,
                    std::int32_t count,
                    Position query,
                    float value) noexcept {
-    alignas(64) float values[detail::panel_rows];
-    detail::store_panel(x, values);
     for (std::int32_t i = 0; i < detail::panel_rows; ++i) {
       const std::int32_t t = first + i;
       if (t >= count || mem.tiles.bad[index(t)] != 0 || mem.tiles.positions[index(t)] > query) {
         values[i] = value;
       }
     }
-    detail::load_panel(values, x);
   }
 
   void attend_with_lse(const HeadRef& head,
-                       const detail::LogitScale& scaled,
+                       detail::LogitScale scaled,
                        const Layout& mem) const noexcept {
     detail::PanelReduction reduction(params_, std::max(1, mem.votes));
     detail::for_each_key_tile(head, mem.tiles, [&](std::int32_t first, std::int32_t count) {
@@ -162,7 +158,11 @@ class WindowScorer {
           for (std::int32_t p = 0; p < detail::panel_packets; ++p) {
             x[p] = detail::pexp(detail::psub(scaled(values + p * detail::packet_floats), lse));
           }
-          if (masked) { mask(x, mem, row, count, mem.query_positions[index(q % mem.votes)], 0.0F); }
+          if (masked) {
+            detail::store_panel(x, values);
+            mask(values, mem, row, count, mem.query_positions[index(q % mem.votes)], 0.0F);
+            detail::load_panel(values, x);
+          }
           reduction.add(q, x);
         });
         const std::int32_t rows = std::min(detail::panel_rows, count - row);
@@ -177,7 +177,7 @@ class WindowScorer {
   }
 
   void attend_with_sums(const HeadRef& head,
-                        const detail::LogitScale& scaled,
+                        detail::LogitScale scaled,
                         const Layout& mem) const noexcept {
     constexpr float lowest = -1e30F;
     std::fill(mem.maxima.begin(), mem.maxima.end(), lowest);
@@ -205,7 +205,11 @@ class WindowScorer {
           for (std::int32_t p = 0; p < detail::panel_packets; ++p) {
             x[p] = scaled(values + p * detail::packet_floats);
           }
-          if (any_hidden) { mask(x, mem, row, count, position, lowest); }
+          if (any_hidden) {
+            detail::store_panel(x, values);
+            mask(values, mem, row, count, position, lowest);
+            detail::load_panel(values, x);
+          }
           Packet highest = x[0];
           for (const Packet& y : x) { highest = detail::pmax(highest, y); }
           // A new maximum is rare: the sums so far are rescaled, stored exponentials keep their reference.
@@ -222,8 +226,12 @@ class WindowScorer {
           for (Packet& y : x) {
             y = detail::pexp(detail::psub(y, detail::pset1<Packet>(reference)));
           }
-          if (any_hidden) { mask(x, mem, row, count, position, 0.0F); }
-          detail::store_panel(x, exponentials_of(panel, q));
+          float* const to = exponentials_of(panel, q);
+          detail::store_panel(x, to);
+          if (any_hidden) {
+            mask(to, mem, row, count, position, 0.0F);
+            detail::load_panel(to, x);
+          }
           Packet sum = detail::pload<Packet>(lanes_of(q));
           for (const Packet& y : x) { sum = detail::padd(sum, y); }
           detail::pstore(lanes_of(q), sum);

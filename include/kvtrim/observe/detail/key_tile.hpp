@@ -116,9 +116,10 @@ void for_each_key_tile(const HeadRef& head, const TileScratch& scratch, F&& f) n
   const auto flush = [&] {
     std::fill(scratch.row(filled), scratch.row(scratch.rows), 0.0F);
     for (std::int32_t i = 0; i < filled; ++i) {
-      const bool bad = !finite(scratch.row(i), dim);
+      float* const row = scratch.row(i);
+      const bool bad = !finite(row, dim);
       scratch.bad[static_cast<std::size_t>(i)] = bad ? 1 : 0;
-      if (bad) { std::fill_n(scratch.row(i), dim, 0.0F); }
+      if (bad) { std::fill_n(row, dim, 0.0F); }
     }
     f(first, filled);
     first += filled;

@@ -69,12 +69,6 @@ void for_each_row(const HeadRef& head,
   for_each_run(head, add, begin, rows.row(end));
 }
 
-/// The same for all live rows.
-template <class F>
-void for_each_row(const HeadRef& head, Side side, std::span<float> block, F&& f) noexcept {
-  for_each_row(head, side, 0, head.live_rows(), block, f);
-}
-
 /// out[r - first] = f(row r) for the live rows r in [first, first + out.size()); NaN if the row is not finite, 0 for a
 /// hole.
 template <class F>
