@@ -208,7 +208,7 @@ class Experiment {
   void with_prefix(std::span<const Token> tokens, F f) {
     const auto base = cache_.try_create();
     if (!base) throw std::runtime_error("no free sequence");
-    evictor_.reset(*base);
+    evictor_.recorder().reset(kvtrim::raw(*base));
     if (const auto status = evictor_.prefill(model_, *base, tokens); status != kvtrim::Status::ok) {
       throw std::runtime_error("prefill: " + std::string(kvtrim::to_string(status)));
     }
@@ -222,7 +222,7 @@ class Experiment {
     const auto s = cache_.try_fork(base);
     if (!s || cache_.try_make_private(*s) != kvtrim::Status::ok)
       throw std::runtime_error("the cache has no room for a fork");
-    evictor_.fork(base, *s);
+    evictor_.recorder().fork(kvtrim::raw(base), kvtrim::raw(*s));
     const std::int32_t rows = cache_.live_rows(*s);
     const std::int32_t keep = v.spec.rows_to_keep(rows, v.removed.value_or(0));
     const program::AnyPolicy policy = v.spec.make(keep, kvtrim::SinkForm::exact, model_.rope());

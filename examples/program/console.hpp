@@ -40,15 +40,11 @@ struct Interrupted : std::exception {
 
 namespace detail {
 inline volatile std::sig_atomic_t interrupted = 0;
-inline void note_interrupt(int) {
-  interrupted = 1;
-}
 }  // namespace detail
 
 /// From now on `check_interrupt` notices Ctrl-C and termination requests. Call it before an `OutputFile` is created.
 inline void catch_interrupt() {
-  std::signal(SIGINT, detail::note_interrupt);
-  std::signal(SIGTERM, detail::note_interrupt);
+  for (const int kind : {SIGINT, SIGTERM}) std::signal(kind, [](int) { detail::interrupted = 1; });
 }
 
 /// \throws Interrupted after Ctrl-C or a termination request

@@ -5,11 +5,13 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <fstream>
 #include <span>
+#include <sstream>
 #include <stdexcept>
 #include <string>
 #include <vector>
+
+#include "console.hpp"
 
 namespace program {
 
@@ -23,6 +25,7 @@ struct Needle {
   std::vector<Token> context;
   std::vector<Token> question;
 };
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Needle, id, tokens, answer, context, question)
 
 /// A text to be predicted from its beginning.
 struct Sample {
@@ -35,8 +38,7 @@ namespace detail {
 /// Calls f(json) for each line of a file; errors name the line.
 template <class F>
 void for_each_json_line(const std::string& path, F f) {
-  std::ifstream in(path);
-  if (!in) throw std::runtime_error("cannot read " + path);
+  std::istringstream in(read_file(path));
   std::string line;
   for (std::size_t number = 1; std::getline(in, line); ++number) {
     if (line.empty()) continue;
@@ -46,8 +48,6 @@ void for_each_json_line(const std::string& path, F f) {
       throw std::runtime_error(path + " line " + std::to_string(number) + ": " + error.what());
     }
   }
-  if (in.bad())
-    throw std::runtime_error("cannot read " + path);  // a folder can be opened, but has no lines
 }
 
 }  // namespace detail
@@ -62,12 +62,7 @@ void for_each_json_line(const std::string& path, F f) {
                                                       std::size_t limit) {
   std::vector<Needle> needles;
   detail::for_each_json_line(path, [&](const nlohmann::json& line) {
-    Needle n;
-    line.at("id").get_to(n.id);
-    line.at("tokens").get_to(n.tokens);
-    line.at("answer").get_to(n.answer);
-    line.at("context").get_to(n.context);
-    line.at("question").get_to(n.question);
+    auto n = line.get<Needle>();
     if (n.context.empty() || n.question.empty() || n.answer.empty()) {
       throw std::runtime_error("context, question or answer is empty");
     }

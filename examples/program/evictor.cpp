@@ -26,10 +26,9 @@ std::vector<float> output_of(const engine::LlamaModel& model, bool needed) {
   const std::int64_t rows = std::int64_t{shape.heads} * shape.head_dim;
   std::vector<float> output(
       static_cast<std::size_t>(needed ? shape.layers * rows * shape.embedding : 0));
-  for (std::int32_t l = 0; needed && l < shape.layers; ++l) {
+  for (std::int32_t l = 0; needed && l < shape.layers; ++l)
     Eigen::Map<engine::Matrix>(output.data() + l * rows * shape.embedding, rows, shape.embedding) =
         model.output_projection(LayerId{l}).transpose();
-  }
   return output;
 }
 
@@ -44,9 +43,9 @@ std::vector<float> read_filters(const std::string& path, const engine::LlamaShap
   const auto count = static_cast<std::size_t>(shape.layers * shape.kv_heads * shape.head_dim);
   std::vector<float> filters(count);
   if (bytes.size() != count * sizeof(float)) {
-    throw std::runtime_error("filters '" + path +
-                             "' must hold layers x KV heads x head dim = " + std::to_string(count) +
-                             " floats, but has " + std::to_string(bytes.size()) + " bytes");
+    throw std::runtime_error("filters '" + path + "' must hold " + std::to_string(count) +
+                             " floats (layers, KV heads, head dim), not " +
+                             std::to_string(bytes.size()) + " bytes");
   }
   std::memcpy(filters.data(), bytes.data(), bytes.size());
   if (!std::all_of(filters.begin(), filters.end(), [](float x) { return std::isfinite(x); }))
@@ -126,11 +125,9 @@ Report Evictor::evict(const AnyPolicy& policy,
     seen.scores = SequencePlane::dense(surprisal_.data(), 1, 1, cache_->live_rows(s));
     seen.scores.layer_stride = seen.scores.head_stride = seen.scores.sequence_stride = 0;
   }
-  seen.budgets = &keep;
-  seen.budget_rows = {0, 0, 0};
-  const CacheView view = cache_->view(s);
+  seen.budgets = &keep, seen.budget_rows = {0, 0, 0};
   const auto by = [&](const auto& p) {
-    return kvtrim::evict(p, *cache_, view, seen, workspace_, options, executor_);
+    return kvtrim::evict(p, *cache_, cache_->view(s), seen, workspace_, options, executor_);
   };
   const Report report = std::visit(by, policy);
   if (!usable(report.status))

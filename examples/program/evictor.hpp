@@ -48,12 +48,8 @@ class Evictor {
                          kvtrim::SequenceId s,
                          std::span<const std::int32_t> prompt);
 
-  /// Lets a fork of a sequence have seen what the sequence has.
-  void fork(kvtrim::SequenceId from, kvtrim::SequenceId to) {
-    recorder_.fork(kvtrim::raw(from), kvtrim::raw(to));
-  }
-  /// Forgets what was recorded for a sequence.
-  void reset(kvtrim::SequenceId s) { recorder_.reset(kvtrim::raw(s)); }
+  /// What was recorded: forked and reset with its sequence, which is its slot.
+  [[nodiscard]] kvtrim::Recorder& recorder() noexcept { return recorder_; }
 
   /// Makes the workspace large enough for `evict` of sequence `s` as it is now, so that the eviction allocates nothing.
   void prepare(const AnyPolicy& policy, kvtrim::SequenceId s);

@@ -430,6 +430,60 @@ TEST_CASE("recorder: forks share what was seen until one of them goes on", "[rec
   CHECK(positions_of(recorder, 2) == Ints{5, 6, 7, 8, 9});
 }
 
+TEST_CASE("recorder: a fork goes on from the moments and queries of both as copies would",
+          "[recorder]") {
+  const MethodSetup setup{.sequences = 2};
+  MethodWorld world(setup);
+  Needs needs = everything();
+  needs.accumulate.reset();
+  Recorder recorder(needs, params_of(setup));
+  ByHand hand(needs, setup, true);
+  const auto record = [&](std::int32_t slot, std::int32_t n, std::int32_t layers) {
+    append_rows(world, {{slot, n}});
+    for (std::int32_t l = 0; l < layers; ++l) {
+      StepData data(world, {{slot, n}}, l);
+      for (Position& p : data.positions()) { p = Position{raw(p) + 100 * slot}; }
+      REQUIRE(recorder.record(world.cache().view(SequenceId{slot}), data.step(l, true)) ==
+              Status::ok);
+      hand.record(world, data, l, false);
+    }
+  };
+  const auto agree = [&](std::int32_t slot, LayerId layer) {
+    const Observation got = recorder.observation({&slot, 1}, layer, 1);
+    Observation expected = hand.observation(world);
+    const std::int64_t means = static_cast<std::int64_t>(raw(layer)) * 6 * 8;
+    expected.queries.data += raw(layer) * expected.queries.layer_stride;
+    expected.queries.lse += raw(layer) * expected.queries.lse_layer_stride;
+    expected.statistics.mean += means;
+    expected.statistics.covariance += means * 8;
+    return bits_of(got, 0, 1) == bits_of(expected, slot, 1);
+  };
+  record(0, 9, 2);
+  recorder.fork(0, 1);
+  hand.ring->fork(SequenceId{0}, SequenceId{1});
+  hand.moments->fork(SequenceId{0}, SequenceId{1});
+  record(1, 2, 1);  // layer 1 of the copy is as it was, and nobody has looked at it yet
+  CHECK(recorder.observation(std::array{1}, LayerId{1}, 1).statistics);
+  const Observation copied = recorder.observation(std::array{1}, LayerId{1}, 1);
+  const QueryStatistics untouched = hand.observation(world).statistics;
+  CHECK(copied.statistics.mean_of(SequenceId{0}, LayerId{0}, 4)[3] ==
+        untouched.mean_of(SequenceId{1}, LayerId{1}, 4)[3]);
+  CHECK(agree(1, LayerId{0}));
+  CHECK(agree(0, LayerId{0}));
+  CHECK(agree(0, LayerId{1}));
+  record(0, 3, 2);
+  CHECK(agree(0, LayerId{1}));
+  CHECK(agree(1, LayerId{0}));
+  // The slot's next sequence has a past of its own.
+  recorder.reset(1);
+  CHECK_FALSE(recorder.observation(std::array{1}).statistics);
+  hand.ring->reset(SequenceId{1});
+  hand.moments->reset(SequenceId{1});
+  record(1, 4, 2);
+  CHECK(agree(1, LayerId{1}));
+  CHECK(agree(0, LayerId{1}));
+}
+
 TEST_CASE("recorder: any order of forks, steps and resets leaves what copies would", "[recorder]") {
   // Against copies: each slot has a history of its own, the list of positions that it saw.
   const MethodSetup setup{.layers = 1, .sequences = 4, .max_rows = 400};
