@@ -40,7 +40,7 @@ struct CacheView {
   const std::int32_t* first_rows = nullptr;  ///< [sequences] left padding in rows; null: none
   SequenceState* states = nullptr;  ///< [sequences, tables_per_sequence]; null: fresh prompts
   Writable writable{};              ///< pages that may be written
-  SequencePlane positions{};        ///< `Position` of each row; absent: row r is position r
+  SequencePlane positions{};        ///< int32, `Position` of each row; absent: row r is position r
   SequencePlane rope_positions{};   ///< int32; absent: the same as the positions
   SequencePlane score_sums{};       ///< float, accumulated scores; absent if no policy needs them
   SequencePlane score_compensations{};  ///< float, rounding error of `score_sums`
@@ -125,7 +125,7 @@ struct CacheView {
                                                      LayerId l,
                                                      HeadId h,
                                                      std::int32_t r) const noexcept {
-    return positions ? positions.at<Position>(s, l, h, r) : Position{r};
+    return positions ? positions.load<Position>(s, l, h, r) : Position{r};
   }
 
   /// Rope position of row `r`: what its key is rotated to.
@@ -133,7 +133,8 @@ struct CacheView {
                                                               LayerId l,
                                                               HeadId h,
                                                               std::int32_t r) const noexcept {
-    return rope_positions ? rope_positions.at<std::int32_t>(s, l, h, r) : raw(position(s, l, h, r));
+    return rope_positions ? rope_positions.load<std::int32_t>(s, l, h, r)
+                          : raw(position(s, l, h, r));
   }
 
   /// Page of entry `i` of a table, for the keys.

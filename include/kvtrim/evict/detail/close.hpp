@@ -104,14 +104,15 @@ struct Closing {
   const bool rotates = c.draft.rotates();
   bool turns_shared = false;
   c.for_each_head([&](const HeadRef& head) {
-    std::int32_t* const out = c.draft.plan.rows(head);
-    const std::int32_t* const positions = head.positions();
+    c.draft.plan.head(head) = {};
+    Position* const out = c.draft.plan.evicted(head);
+    const Int32View positions = head.positions();
     std::int32_t evicted = 0;
     for (std::int32_t e = first; e <= last; ++e) {
       if (stays(e)) { continue; }
       const std::int32_t end = span.end(e);
       for (std::int32_t r = span.begin(e); r < end; ++r) {
-        out[evicted++] = positions != nullptr ? positions[r] : raw(head.position(r));
+        out[evicted++] = positions != nullptr ? Position{positions[r]} : head.position(r);
       }
     }
     c.draft.plan.head(head) = {.evicted = evicted};
