@@ -46,7 +46,7 @@ struct CacheView {
   /// null: none.
   const std::int32_t* reserved_pages = nullptr;
   Writable writable{};             ///< pages that may be written
-  SequencePlane positions{};       ///< `Position` of each row; absent: row r is position r
+  SequencePlane positions{};       ///< int32, `Position` of each row; absent: row r is position r
   SequencePlane rope_positions{};  ///< int32; absent: the same as the positions
   SequencePlane score_sums{};      ///< float, accumulated scores; absent if no policy needs them
   SequencePlane score_compensations{};  ///< float, rounding error of `score_sums`
@@ -141,7 +141,7 @@ struct CacheView {
                                                      LayerId l,
                                                      HeadId h,
                                                      std::int32_t r) const noexcept {
-    return positions ? positions.at<Position>(s, l, h, r) : Position{r};
+    return positions ? positions.load<Position>(s, l, h, r) : Position{r};
   }
 
   /// Whether the positions of table `t`'s rows are known: there is a plane, or no row has gone as far as the states tell.
@@ -157,7 +157,8 @@ struct CacheView {
                                                               LayerId l,
                                                               HeadId h,
                                                               std::int32_t r) const noexcept {
-    return rope_positions ? rope_positions.at<std::int32_t>(s, l, h, r) : raw(position(s, l, h, r));
+    return rope_positions ? rope_positions.load<std::int32_t>(s, l, h, r)
+                          : raw(position(s, l, h, r));
   }
 
   /// Page of entry `i` of a table, for the keys.

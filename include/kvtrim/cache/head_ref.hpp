@@ -31,9 +31,9 @@ struct HeadRef {
   [[nodiscard]] Position position(std::int32_t r) const noexcept {
     return view.position(sequence, layer, head, r);
   }
-  /// Positions of the rows as an array of integers; null where they do not lie side by side, or are not kept.
-  [[nodiscard]] const std::int32_t* positions() const noexcept {
-    return view.positions.array<std::int32_t>(sequence, layer, head);
+  /// Positions of the rows as integers; null where they do not lie side by side, or are not kept.
+  [[nodiscard]] Int32View positions() const noexcept {
+    return Int32View(view.positions.array<std::byte, 4>(sequence, layer, head));
   }
   /// First byte of the key of row `r`.
   [[nodiscard]] std::byte* key(std::int32_t r) const noexcept {

@@ -56,10 +56,17 @@ class LiveRows {
   /// \par Complexity
   /// O(rows); no allocation
   [[nodiscard]] std::int32_t row_at(Position p) const noexcept {
-    const std::int32_t* const positions = head_.positions();
+    const Int32View positions = head_.positions();
     std::int32_t r = 0;
     if (positions != nullptr && hole_ < 0) {  // side by side: many are compared at once
-      r = static_cast<std::int32_t>(std::find(positions, positions + extent_, raw(p)) - positions);
+      constexpr std::int32_t block = 64;
+      const std::int32_t wanted = raw(p);
+      for (; r + block <= extent_; r += block) {
+        std::int32_t hits = 0;
+        for (std::int32_t i = 0; i < block; ++i) { hits += positions[r + i] == wanted ? 1 : 0; }
+        if (hits != 0) { break; }
+      }
+      while (r < extent_ && positions[r] != raw(p)) { ++r; }
     } else {
       while (r < extent_ && (r == hole_ || head_.position(r) != p)) { ++r; }
     }

@@ -4,6 +4,7 @@
 // The only file that may ask which compiler this is.
 
 #include <cassert>
+#include <cstring>
 
 #if defined(__CUDACC__)
 // Always inlined: a call from a kernel would put its view on the stack.
@@ -20,6 +21,15 @@
 #  define KVTRIM_PREFETCH(address) __builtin_prefetch(address)
 #else
 #  define KVTRIM_PREFETCH(address) static_cast<void>(address)
+#endif
+
+// Reads a value from bytes that may have been written as another type of that size. In a kernel memory has no types, and a
+// copy of bytes would be a load per byte.
+#if defined(__CUDA_ARCH__)
+#  define KVTRIM_LOAD(value, bytes) \
+    static_cast<void>((value) = *reinterpret_cast<const decltype(value)*>(bytes))
+#else
+#  define KVTRIM_LOAD(value, bytes) static_cast<void>(std::memcpy(&(value), bytes, sizeof(value)))
 #endif
 
 // A broken precondition is a bug in the caller, not a condition to report. Without assertions the

@@ -4,6 +4,7 @@
 // One row too many, the case of every decode step: found in one pass, without sorting.
 
 #include <kvtrim/core/order_key.hpp>
+#include <kvtrim/core/sequence_plane.hpp>
 #include <kvtrim/core/types.hpp>
 #include <kvtrim/select/protection.hpp>
 
@@ -32,7 +33,7 @@ struct Victim {
 /// \par Complexity
 /// O(rows); no allocation
 [[nodiscard]] inline Victim lowest_row(std::span<const float> scores,
-                                       const std::int32_t* positions,
+                                       Int32View positions,
                                        const CandidateRange& range,
                                        std::int32_t next_position,
                                        std::span<std::int32_t> scratch) noexcept {
@@ -54,7 +55,7 @@ struct Victim {
     }
     if (before != range.begin || behind != rows - range.end) {
       const auto begin = scratch.begin();
-      std::copy_n(positions, rows, begin);
+      for (std::int32_t r = 0; r < rows; ++r) { begin[r] = positions[r]; }
       std::nth_element(begin, begin + range.begin, begin + rows);
       begin_position = scratch[static_cast<std::size_t>(range.begin)];
       std::nth_element(begin, begin + range.end - 1, begin + rows);
@@ -78,7 +79,7 @@ struct Victim {
         nans += is_nan(score[i]) ? 1U : 0U;
       }
     } else {
-      const std::int32_t* const at = positions + begin;
+      const Int32View at = positions + begin;
       for (std::int32_t i = 0; i < n; ++i) {
         // No short circuit: a branch per row would cost more than the comparison.
         const bool candidate = static_cast<unsigned>(at[i] >= begin_position) &

@@ -85,7 +85,7 @@ KVTRIM_DEVICE float score_of(const RowScores& rows,
     score = __fadd_rn(score, rows.compensations.at<float>(at.s, at.l, at.h, e));
   }
   if (rows.age_normalised) {
-    const int position = rows.positions ? rows.positions.at<std::int32_t>(at.s, at.l, at.h, e) : e;
+    const int position = rows.positions ? rows.positions.load<std::int32_t>(at.s, at.l, at.h, e) : e;
     const int age = task.next_position - position;
     if (age > 0) { score = __fdiv_rn(score, static_cast<float>(age)); }
   }
@@ -108,7 +108,7 @@ KVTRIM_DEVICE std::uint32_t key_of(const RowScores& rows,
   if (e == task.hole) { return key_none; }
   const int place = task.ordered != 0 || !rows.positions
                         ? e
-                        : rows.positions.at<std::int32_t>(at.s, at.l, at.h, e);
+                        : rows.positions.load<std::int32_t>(at.s, at.l, at.h, e);
   if (place < range.first || place >= range.last) { return key_protected; }
   const float score = score_of(rows, at, task, e);
   nan += is_nan(score) ? 1 : 0;
@@ -224,7 +224,7 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(select_threads, 1) select_kernel(RowScores 
     Competing range{entry_of_rank(task, task.begin), entry_of_rank(task, task.end)};
     const bool by_position = task.ordered == 0 && static_cast<bool>(rows.positions);
     const auto position_at = [&](int e) {
-      return static_cast<std::uint32_t>(rows.positions.at<std::int32_t>(at.s, at.l, at.h, e));
+      return static_cast<std::uint32_t>(rows.positions.load<std::int32_t>(at.s, at.l, at.h, e));
     };
     if (by_position && competing > 0) {
       const auto inverse = [&](int e, std::uint32_t& key) {

@@ -111,21 +111,23 @@ struct Closing {
   const bool rotates = c.draft.rotates();
   bool turns_shared = false;
   c.for_each_head([&](const HeadRef& head) {
-    std::int32_t* const list = c.draft.plan.rows(head);
-    std::int32_t* out = list;
-    const std::int32_t* const positions = head.positions();
+    c.draft.plan.head(head) = {};
+    Position* const out = c.draft.plan.evicted(head);
+    const Int32View positions = head.positions();
+    std::int32_t evicted = 0;
     for (std::int32_t e = first; e <= last; ++e) {
       if (stays(e)) { continue; }
       const std::int32_t begin = span.begin(e);
       while (e < last && !stays(e + 1)) { ++e; }  // neighbours are one run of rows
       const std::int32_t end = span.end(e);
       if (positions != nullptr) {
-        out = std::copy(positions + begin, positions + end, out);
+        positions.copy(begin, end - begin, out + evicted);
+        evicted += end - begin;
         continue;
       }
-      for (std::int32_t r = begin; r < end; ++r) { *out++ = raw(head.position(r)); }
+      for (std::int32_t r = begin; r < end; ++r) { out[evicted++] = head.position(r); }
     }
-    c.draft.plan.head(head) = {.evicted = static_cast<std::int32_t>(out - list)};
+    c.draft.plan.head(head) = {.evicted = evicted};
     if (!rotates) { return; }
     std::int32_t rank = 0;
     for (std::int32_t r = 0; r < plan.live_before; ++r) {

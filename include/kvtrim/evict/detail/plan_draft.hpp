@@ -184,6 +184,10 @@ class PlanWriter {
   [[nodiscard]] std::int32_t* rows(const HeadRef& h) const noexcept {
     return const_cast<std::int32_t*>(view_.rows(h.sequence, h.layer, h.head));
   }
+  // Behind the rows that are listed as kept; read as `Position`, so written as such.
+  [[nodiscard]] Position* evicted(const HeadRef& h) const noexcept {
+    return reinterpret_cast<Position*>(rows(h) + head(h).kept);
+  }
   [[nodiscard]] std::span<const std::int32_t> kept_list(const HeadRef& h) const noexcept {
     return view_.kept_list(h.sequence, h.layer, h.head);
   }

@@ -30,13 +30,13 @@ namespace kvtrim::detail::stage {
   const CandidateRange range = candidates(demand.protection, live);
   if (range.count() < 1) { return false; }
   const SequenceState state = head.state();
-  const std::int32_t* positions = nullptr;
+  Int32View positions;
   if (!state.ordered) {
     positions = head.positions();
     for (std::int32_t r = 0; positions == nullptr && r < live; ++r) {
       scratch.rank_of[static_cast<std::size_t>(r)] = raw(head.position(r));
     }
-    if (positions == nullptr) { positions = scratch.rank_of.data(); }
+    if (positions == nullptr) { positions = Int32View(scratch.rank_of.data()); }
   }
   const Victim victim = lowest_row(scores, positions, range, state.next_position, scratch.order);
   scratch.nan += victim.nan_count;
@@ -44,7 +44,7 @@ namespace kvtrim::detail::stage {
   plan = {};
   plan.evicted = 1;
   plan.victim = victim.row;
-  draft.plan.rows(head)[0] = raw(head.position(victim.row));
+  draft.plan.evicted(head)[0] = head.position(victim.row);
   return true;
 }
 
@@ -98,9 +98,10 @@ void select_rows(const PlanDraft& draft,
     }
     ++plan.kept;
   }
+  Position* const evicted = draft.plan.evicted(head);
   for (std::int32_t rank = 0; rank < live; ++rank) {
     if (keep[index(rank)] != 0) { continue; }
-    list[plan.kept + plan.evicted++] = raw(head.position(row_of(rank)));
+    evicted[plan.evicted++] = head.position(row_of(rank));
   }
   if (rows.ordered()) { return; }
   const auto ranks =
