@@ -88,6 +88,25 @@ TEST_CASE("C05 a step that failed is taken back", "[fault][step]") {
   }
 }
 
+TEST_CASE("C05 a step is taken back also where a written layer was evicted from in it",
+          "[fault][step]") {
+  for (const TableScope scope : {TableScope::layer, TableScope::head}) {
+    TestCache t(three_layers(scope));
+    const SequenceId s = t.filled(20);
+    REQUIRE(t.cache.try_extend(s, 4) == Status::ok);
+    const std::vector<float> rows(4 * 2 * 2, 7.0F);
+    REQUIRE(t.cache.write(s, LayerId{0}, {rows.data()}, {rows.data()}) == Status::ok);
+    Input in;
+    in.budgets = {8, 60, 60};
+    in.budget_rows = {0, 1, 0};
+    REQUIRE(evict(window, t, s, in).report.status == Status::ok);
+    CHECK(t.cache.try_cancel_step(s) == Status::ok);
+    CHECK(t.positions(s, 0) == Rows{0, 1, 18, 19});
+    CHECK(t.positions(s, 1) == range(0, 20));
+    CHECK(raw(t.cache.next_position(s)) == 20);
+  }
+}
+
 TEST_CASE("C05 layers of one table may be written by several threads", "[fault][step]") {
   TestCache t(three_layers(TableScope::group));
   const SequenceId s = t.create();

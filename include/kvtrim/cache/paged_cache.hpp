@@ -293,7 +293,10 @@ class PagedCache {
   Status try_cancel_step(SequenceId s) noexcept {
     const Status now = between_steps(s);
     if (now != Status::step_open) { return now == Status::ok ? Status::no_open_step : now; }
-    return truncate(s, Position{raw(next_position(s)) - writes_[table_index(s, 0)].count});
+    // Layers that are written may have been evicted from since: only an open table knows how many rows there are.
+    std::int32_t t = 0;
+    while (!state_of(s, t).open) { ++t; }
+    return truncate(s, Position{raw(next_position(s)) - writes_[table_index(s, t)].count});
   }
 
   /// Forgets the last `n` tokens, or all if there are fewer. See `try_truncate`.
