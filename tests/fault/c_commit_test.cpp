@@ -138,6 +138,27 @@ TEST_CASE("C01 between apply and commit a sequence may only end", "[fault][commi
   CHECK(sound(t.cache));
 }
 
+TEST_CASE("C01 a sequence that shares pages may end between apply and commit", "[fault][commit]") {
+  TestCache t(two_sequences());
+  const SequenceId a = t.create();
+  REQUIRE(t.append(a, 42) == Status::ok);
+  const SequenceId b = *t.cache.try_fork(a);
+  const CacheView view = t.cache.view(a);
+  Prepared prepared(view, {});
+  const PlanRef plan = prepared.plan(StreamingSink({.sinks = 4, .recent = 8}), view);
+  REQUIRE(apply(plan, view) == Status::ok);
+  SECTION("it ends") {
+    t.cache.destroy(b);
+  }
+  SECTION("it is cut") {
+    REQUIRE(t.cache.try_truncate(b, Position{2}) == Status::ok);
+  }
+  auto sink = t.cache.sink_for(view);
+  CHECK(commit(plan, view, sink).status == Status::ok);
+  CHECK(t.positions(a) == range(0, 4) + range(32, 42));
+  CHECK(sound(t.cache));
+}
+
 TEST_CASE("C01 a plan that changes nothing is never stale", "[fault][commit]") {
   TestCache t(two_sequences());
   const SequenceId a = t.create();

@@ -44,11 +44,14 @@ inline std::uint64_t raise_generation(const CacheView& view, std::int64_t table)
 ///
 /// Without counters, a table that was changed and then got the same pages and length again looks the same.
 ///
+/// \param writable  whether it matters which pages may be written: not any more once rows are moved, when a sequence that
+///   shares them may end
 /// \par Complexity
 /// O(used table entries)
 [[nodiscard]] inline std::uint64_t table_generation(const CacheView& view,
                                                     SequenceId s,
-                                                    std::int32_t t) noexcept {
+                                                    std::int32_t t,
+                                                    bool writable = true) noexcept {
   using detail::mixed;
   const LayerId l = view.first_layer(t);
   const HeadId h = view.first_head(t);
@@ -64,7 +67,7 @@ inline std::uint64_t raise_generation(const CacheView& view, std::int64_t table)
   if (detail::check_length(view, s, t).status != Status::ok) { return hash + counters; }
   const std::int64_t used = detail::used_entries(view, s, l, h) + view.reserved(s, t);
   const std::int32_t* const entries = view.table.row(s, l, h);
-  const bool all_writable = view.writable.ref_counts == nullptr && view.writable.bits == nullptr;
+  const bool all_writable = !writable || view.writable.all();
   const auto held = [&](PageId p) {
     return raw(p) >= 0 && raw(p) < view.pages && view.writable(p);
   };

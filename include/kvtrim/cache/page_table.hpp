@@ -67,6 +67,10 @@ struct Writable {
       nullptr;  ///< [pages]; a page is writable while its count is at most 1
   const std::uint64_t* bits = nullptr;  ///< [pages / 64]; a set bit is a writable page
 
+  /// Whether every page may be written.
+  [[nodiscard]] KVTRIM_HOST_DEVICE constexpr bool all() const noexcept {
+    return ref_counts == nullptr && bits == nullptr;
+  }
   /// Whether page `p` may be written.
   [[nodiscard]] KVTRIM_HOST_DEVICE bool operator()(PageId p) const noexcept {
     if (ref_counts != nullptr && ref_counts[raw(p)] > 1) { return false; }

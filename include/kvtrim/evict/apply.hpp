@@ -346,7 +346,10 @@ Status apply(const PlanRef& plan,
   // Counters, where there are any, tell: so a copy of the plan cannot be applied either.
   plan.for_each_evicting([&](SequenceId s, std::int32_t t) {
     const std::int64_t i = view.table_index(s, t);
-    plan.own_table(s, t).generation += detail::raise_generation(view, i);
+    const std::uint64_t added = detail::raise_generation(view, i);
+    // From now on sequences that share pages with this one may end: whether a page may be written does not count.
+    std::uint64_t& generation = plan.own_table(s, t).generation;
+    generation = view.writable.all() ? generation + added : table_generation(view, s, t, false);
     if (view.states != nullptr) { view.states[i].applied = true; }
   });
   header->stage = detail::PlanStage::applied;

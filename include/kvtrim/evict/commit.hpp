@@ -39,7 +39,7 @@ inline bool leave_out(const PlanRef& plan, const CacheView& view, Report& report
     const bool applied = view.states == nullptr || view.state(s, l, h).applied;
     if (view.live_rows(s, l, h) == 0 || !applied) {
       table.status = Status::stale_plan;
-    } else if (table.generation != table_generation(view, s, t)) {
+    } else if (table.generation != table_generation(view, s, t, false)) {
       table.status = Status::torn;
     } else {
       return;
