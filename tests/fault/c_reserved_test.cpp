@@ -100,3 +100,38 @@ TEST_CASE("C10 reserved pages are checked, and a change of them makes a plan sta
   engine.ids[3] = 7;
   CHECK(apply(plan, view) == Status::ok);
 }
+
+TEST_CASE("C10 a plan has room for more entries than its longest table uses", "[fault][reserved]") {
+  // Two sequences with ids for K and V: 8 rows in two pages, and two pages for drafts, of which all follow or leave.
+  for (const ReservedPages what : {ReservedPages::follow, ReservedPages::release}) {
+    EnginePages engine(16, 4, 1, 2, {{0, 1, 2, 3}, {8, 9, 10, 11}});
+    engine.fill(0, 8), engine.fill(1, 8);
+    Rows ids;  // of each sequence: K, then V
+    for (std::int32_t s = 0; s < 2; ++s) {
+      for (std::int32_t e = 0; e < 8; ++e) { ids.push_back(s * 8 + e); }
+    }
+    CacheView view = engine.view();
+    view.table.ids = ids.data();
+    view.table.row_stride = 8;
+    view.table.v_offset = 4;
+    const std::array<std::int32_t, 2> reserved{2, 2};
+    view.reserved_pages = reserved.data();
+    Prepared prepared(view, {});
+    const PlanRef plan = prepared.plan(StreamingSink({.sinks = 1, .recent = 3}),
+                                       view,
+                                       {.removal = Removal::stable_pack, .reserved = what});
+    REQUIRE(plan.status() == Status::ok);
+    for (std::int32_t s = 0; s < 2; ++s) {
+      const auto list = [&](const auto& pages) {
+        Rows out;
+        for (const PageId p : pages) { out.push_back(raw(p) - 8 * s); }
+        return out;
+      };
+      const bool follow = what == ReservedPages::follow;
+      CHECK(list(plan.k_pages(SequenceId{s}, 0)) == (follow ? Rows{0, 2, 3} : Rows{0}));
+      CHECK(list(plan.v_pages(SequenceId{s}, 0)) == (follow ? Rows{4, 6, 7} : Rows{4}));
+      CHECK(list(plan.released(SequenceId{s}, 0)) ==
+            (follow ? Rows{1, 5} : Rows{3, 7, 2, 6, 1, 5}));
+    }
+  }
+}

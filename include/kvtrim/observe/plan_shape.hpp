@@ -19,13 +19,14 @@ struct PlanShape {
   TableScope scope = TableScope::group;  ///< of the view
   std::int32_t page_size = 1;            ///< rows per page
   std::int32_t pages = 0;                ///< pages in the pool
-  std::int32_t max_rows = 0;             ///< rows of the longest table, padding and a hole included
-  std::int32_t query_heads = 0;          ///< query heads; 0: no queries
-  std::int32_t query_rows = 0;           ///< query rows per sequence
-  std::int32_t head_dim = 0;             ///< of the keys
-  std::int32_t value_dim = 0;            ///< head dim of the values
-  std::int32_t hidden = 0;               ///< width of `Observation::output`; 0: none
-  std::int32_t workers = 1;              ///< of the executor
+  /// Rows of the longest table, padding and a hole included; with reserved entries, all rows of its pages.
+  std::int32_t max_rows = 0;
+  std::int32_t query_heads = 0;  ///< query heads; 0: no queries
+  std::int32_t query_rows = 0;   ///< query rows per sequence
+  std::int32_t head_dim = 0;     ///< of the keys
+  std::int32_t value_dim = 0;    ///< head dim of the values
+  std::int32_t hidden = 0;       ///< width of `Observation::output`; 0: none
+  std::int32_t workers = 1;      ///< of the executor
 };
 
 /// Bounds for the workspace of plans over `view` as it is now.
@@ -53,9 +54,17 @@ struct PlanShape {
     for (std::int32_t t = 0; t < view.tables_per_sequence(); ++t) {
       const HeadRef head{view, SequenceId{s}, view.first_layer(t), view.first_head(t)};
       const std::int32_t extent = LiveRows(head).extent();
-      if (extent > 0) {
-        shape.max_rows = std::max(shape.max_rows, extent + view.first_row(head.sequence));
-      }
+      if (extent == 0) { continue; }
+      const std::int32_t rows = extent + view.first_row(head.sequence);
+      shape.max_rows = std::max(shape.max_rows, rows);
+      const std::int64_t reserved = view.reserved(head.sequence, t);
+      if (reserved <= 0) { continue; }
+      // A plan lists these entries too.
+      const std::int64_t entries =
+          std::min<std::int64_t>(pages_for(rows, view.page_size) + reserved,
+                                 view.table.capacity(head.sequence, head.layer, head.head));
+      shape.max_rows = static_cast<std::int32_t>(
+          std::clamp<std::int64_t>(entries * view.page_size, shape.max_rows, 0x7FFF'FFFF));
     }
   }
   return shape;
