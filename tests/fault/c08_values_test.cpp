@@ -38,7 +38,8 @@ namespace {
 struct Latent {
   std::int32_t page_size, key_dim, value_dim, heads, layers;
   std::vector<float> memory;
-  Rows ids{2, 0, 1}, lengths;
+  Rows ids{2, 0, 1}, lengths, positions;
+  SequenceState state;
   std::vector<float> scores;
   CacheView view;
 
@@ -105,6 +106,14 @@ struct Latent {
     }
     return out;
   }
+  // From now on the engine keeps a state and positions: rows may lose their order.
+  void record_order() {
+    state.live_rows = state.next_position = state.next_rope_position = lengths[0];
+    view.states = &state;
+    const std::int32_t most = 3 * page_size;
+    for (std::int32_t i = 0; i < layers * heads; ++i) { positions = positions + range(0, most); }
+    view.positions = SequencePlane::dense(positions.data(), layers, heads, most);
+  }
   Report evict(std::vector<float> by_row, std::int64_t budget, Removal removal) {
     Input in;
     in.score = scores_of(std::move(by_row));
@@ -143,6 +152,7 @@ TEST_CASE("C08 the same with heads, layers, later features and every way of remo
     c.view.k.layer_bases = keys.data();
     c.view.v.layer_bases = first_value == 0 ? keys.data() : values.data();
   }
+  c.record_order();
   CAPTURE(static_cast<int>(removal), first_value, own_bases);
   REQUIRE_NOTHROW(check_layout(c.view));
   const Report report = c.evict({0, 9, 0, 9, 9, 9}, 4, removal);

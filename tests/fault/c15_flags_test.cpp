@@ -24,6 +24,8 @@ constexpr std::int32_t mask = INT32_MAX;
 struct Flagged {
   std::vector<float> memory = std::vector<float>(2 * 16 * 2);
   Rows ids, lengths, counts = Rows(16, 1), padding{0};
+  Rows positions = range(0, 32);
+  SequenceState state;  // with positions, so that rows may lose their order
   CacheView view;
 
   Flagged(const Rows& entries, std::int32_t rows, bool separate = false)
@@ -39,6 +41,9 @@ struct Flagged {
     view.table.v_offset = separate ? view.table.max_pages : 0;
     view.table.id_mask = mask;
     view.lengths = lengths.data();
+    state.live_rows = state.next_position = state.next_rope_position = rows;
+    view.states = &state;
+    view.positions = SequencePlane::dense(positions.data(), 1, 1, 32);
     view.first_rows = padding.data();
     view.writable.ref_counts = counts.data();
     if (rows > 0) { write(); }
