@@ -2,9 +2,15 @@
 // Rows that must stay, and orders that nothing records.
 #include <kvtrim/evict/planner.hpp>
 
+#include <kvtrim/policy/chunk_kv.hpp>
 #include <kvtrim/policy/external.hpp>
 #include <kvtrim/policy/heavy_hitter.hpp>
+#include <kvtrim/policy/key_norm.hpp>
+#include <kvtrim/policy/snapkv_selector.hpp>
 #include <kvtrim/policy/streaming_sink.hpp>
+#include <kvtrim/policy/tova.hpp>
+#include <kvtrim/score/chunked.hpp>
+#include <kvtrim/score/key_norm.hpp>
 
 #include "catch.hpp"
 #include "fault/fault_support.hpp"
@@ -143,6 +149,40 @@ TEST_CASE("C03 without positions the newest rows stay protected at every cut", "
       for (std::int32_t recent = 0; recent < 4; ++recent) {
         CHECK(std::count(tags.begin(), tags.end(), 8 + step - recent) == 1);
       }
+    }
+  }
+}
+
+TEST_CASE("C03 scores that depend on positions are refused where they are unknown",
+          "[fault][order]") {
+  for (const bool gone : {false, true}) {
+    for (const bool keeps_positions : {true, false}) {
+      StateEngine e(keeps_positions, 12);
+      if (gone) { e.state.next_position = 20; }
+      std::vector<float> sums(32), compensations(32), scores(32);
+      e.view.score_sums = SequencePlane::dense(sums.data(), 1, 1, 32);
+      e.view.score_compensations = SequencePlane::dense(compensations.data(), 1, 1, 32);
+      const Queries q = make_queries(16, 4, 1, 2);
+      Observation obs;
+      obs.queries.data = q.data.data();
+      obs.queries.query_heads = 1;
+      obs.queries.rows = 4;
+      obs.queries.row_stride = 2;
+      const auto status = [&](const auto& policy) {
+        std::vector<std::byte> workspace(plan_workspace_bytes(policy, plan_shape(e.view, obs)));
+        return kvtrim::plan(policy, e.view, obs, workspace).status();
+      };
+      const Status wanted = gone && !keeps_positions ? Status::bad_observation : Status::ok;
+      CHECK(status(SnapKVSelector({.window = 4, .budget = 8})) == wanted);
+      CHECK(status(ChunkKV<KeyNormParams>({.budget = 8, .chunk = 2})) == wanted);
+      CHECK(status(HeavyHitter({.heavy = 4, .recent = 4, .age_normalised = true})) ==
+            wanted);
+      CHECK(status(HeavyHitter({.heavy = 4, .recent = 4})) == Status::ok);
+      CHECK(status(KeyNorm({.budget = 8})) == Status::ok);
+      obs.queries.rows = 1;  // the newest query sees every row
+      CHECK(status(Tova({.budget = 8})) == Status::ok);
+      obs.queries.positions = q.positions.data();  // that of a ring may be older
+      CHECK(status(Tova({.budget = 8})) == wanted);
     }
   }
 }

@@ -274,13 +274,14 @@ TEST_CASE("recorder: a view of some layers is recorded under the model's, and sh
     }
     const StepData data(world, batch, l);
     LayerStep step = data.step(l, true);
-    step.first_layer = LayerId{l};
+    one.layer_offset = l;
+    one.model_layers = 3;
     REQUIRE(recorder.record(one, step) == Status::ok);
     // Layer by layer at the end of the prompt: each is shown as soon as it was recorded.
     const Observation alone = recorder.observation(std::array{1, 0}, LayerId{l}, 1);
     CHECK(alone.queries.count(SequenceId{0}) == 5);
     CHECK(alone.statistics.layers == 1);
-    step.first_layer = LayerId{l + 1};
+    one.layer_offset = l + 1;
     CHECK(recorder.record(one, step) == Status::bad_observation);
     CHECK(recorder.fault().what == "view layer");
   }
@@ -671,7 +672,7 @@ TEST_CASE("recorder: what cannot be recorded is refused with the numbers, nothin
   const Ints none;
   refused([&](V&, L& s) { return s.layer = LayerId{2}, none; }, "layer", 2, 2);
   refused([&](V&, L& s) { return s.layer = LayerId{-1}, none; }, "layer", -1, 2);
-  refused([&](V&, L& s) { return s.first_layer = LayerId{1}, none; }, "view layer", -1, 2);
+  refused([&](V& v, L&) { return v.layer_offset = 1, v.model_layers = 3, none; }, "view layer", -1, 2);
   refused([&](V& v, L&) { return v.kv_heads = 3, none; }, "kv_heads", 3, 2);
   refused([&](V& v, L&) { return v.k.head_dim = 16, none; }, "head_dim", 16, 8);
   refused([&](V&, L& s) { return s.queries.query_heads = 4, none; }, "query_heads", 4, 6);

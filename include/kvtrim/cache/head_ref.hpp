@@ -46,6 +46,21 @@ struct HeadRef {
 };
 static_assert(std::is_trivially_copyable_v<HeadRef>);
 
+/// Whether the positions of all rows are known (`CacheView::knows_positions`).
+///
+/// \par Complexity
+/// O(tables) without a plane of positions
+[[nodiscard]] inline bool knows_positions(const CacheView& view) noexcept {
+  if (view.positions) { return true; }
+  bool all = true;
+  for (std::int32_t s = 0; s < view.sequences; ++s) {
+    for (std::int32_t t = 0; t < view.tables_per_sequence(); ++t) {
+      all = all && view.knows_positions(SequenceId{s}, t);
+    }
+  }
+  return all;
+}
+
 /// Calls f(HeadRef) for the heads that table `t` of sequence `s` serves.
 template <class F>
 void for_each_head(const CacheView& view, SequenceId s, std::int32_t t, F&& f) noexcept {

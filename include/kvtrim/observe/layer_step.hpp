@@ -25,16 +25,15 @@ struct StepProbabilities {
 ///
 /// Sequences without rows take no part; their slots are not looked at.
 struct LayerStep {
-  LayerId layer{};                            ///< of the model, also where the view shows only some
+  LayerId layer{};                            ///< of the model, also where the view shows only some (`layer_offset`)
   std::span<const std::int32_t> sequences{};  ///< [view.sequences] slots; empty: i lies in slot i
   QueryBlock queries{};    ///< after RoPE, of this layer alone (as layer 0), with LSE and positions
   QueryBlock unrotated{};  ///< the same rows before RoPE; for moments
   StepProbabilities probabilities{};  ///< for sums, instead of an LSE
-  LayerId first_layer{};              ///< the model's layer that is the view's layer 0
 
-  /// The layer, as the view counts.
-  [[nodiscard]] constexpr LayerId view_layer() const noexcept {
-    return LayerId{raw(layer) - raw(first_layer)};
+  /// The layer, as `view` counts.
+  [[nodiscard]] constexpr LayerId layer_of(const CacheView& view) const noexcept {
+    return LayerId{raw(layer) - view.layer_offset};
   }
   /// Slot of the view's sequence `s`.
   [[nodiscard]] constexpr std::int32_t slot(SequenceId s) const noexcept {

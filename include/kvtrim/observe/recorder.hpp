@@ -244,7 +244,7 @@ class Recorder {
                                                   const LayerStep& step,
                                                   std::int32_t i) noexcept {
     if (step.queries.positions != nullptr) { return 0; }  // nothing reads it
-    return view.state(SequenceId{i}, step.view_layer(), HeadId{0}).next_position;
+    return view.state(SequenceId{i}, step.layer_of(view), HeadId{0}).next_position;
   }
 
   // Everything that can be wrong, before anything is written.
@@ -294,7 +294,7 @@ class Recorder {
       moments_->add_heads(to, step.layer, step.unrotated, from, LayerId{0}, h * group, group);
     }
     if (!needs_.accumulate) { return; }
-    const HeadRef head{view, from, step.view_layer(), HeadId{h}};
+    const HeadRef head{view, from, step.layer_of(view), HeadId{h}};
     const StepProbabilities& given = step.probabilities;
     if (given.data == nullptr) {
       const std::size_t share = scratch_.size() / index(p_.workers);

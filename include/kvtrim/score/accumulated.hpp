@@ -29,7 +29,9 @@ class AccumulatedScorer {
   [[nodiscard]] constexpr std::size_t scratch_bytes(const PlanShape&) const noexcept { return 0; }
   /// `bad_observation` without score planes.
   [[nodiscard]] Status check(const CacheView& view, const Observation&) const noexcept {
-    return view.score_sums && view.score_compensations ? Status::ok : Status::bad_observation;
+    const bool ages = !params_.age_normalised || knows_positions(view);
+    return ages && view.score_sums && view.score_compensations ? Status::ok
+                                                               : Status::bad_observation;
   }
   /// Sum plus compensation, divided by `next position - position` with `age_normalised`.
   void score(const HeadRef& head,

@@ -49,8 +49,9 @@ class ChunkedScorer {
   /// cannot share one set.
   [[nodiscard]] Status check(const CacheView& view, const Observation& obs) const noexcept {
     const Status status = token_.check(view, obs);
-    return status != Status::ok || detail::heads_hold_same_rows(view) ? status
-                                                                      : Status::bad_observation;
+    if (status != Status::ok) { return status; }
+    return knows_positions(view) && detail::heads_hold_same_rows(view) ? Status::ok
+                                                                       : Status::bad_observation;
   }
 
   /// Writes the score of each live row, the same for every KV head; a hole's is 0.

@@ -48,7 +48,7 @@ namespace kvtrim::detail {
   const QueryBlock& q = step.queries;
   const std::int32_t layer = raw(step.layer);
   if (layer < 0 || layer >= p.layers) { return bad_step("layer", layer, p.layers); }
-  const std::int32_t view_layer = raw(step.view_layer());
+  const std::int32_t view_layer = raw(step.layer_of(view));
   if (view_layer < 0 || view_layer >= view.layers) {
     return bad_step("view layer", view_layer, view.layers);
   }
@@ -94,7 +94,7 @@ namespace kvtrim::detail {
     return bad_step("unrotated rows", step.unrotated.count(s), rows, i);
   }
   for (std::int32_t h = 0; needs.accumulate && h < view.kv_heads; ++h) {
-    const std::int32_t hole = view.state(s, step.view_layer(), HeadId{h}).append_row;
+    const std::int32_t hole = view.state(s, step.layer_of(view), HeadId{h}).append_row;
     if (hole >= 0) { return bad_step("append_row", hole, -1, i); }
   }
   return {};

@@ -19,12 +19,17 @@
 namespace kvtrim::detail {
 
 /// `bad_observation` without queries (no rows at all need no data), or when their heads are not a multiple of the KV
-/// heads, or keys are not readable.
+/// heads, or keys are not readable, or nothing tells which rows are older than a query: the positions of the rows are unknown,
+/// and the query is not just the last one.
 [[nodiscard]] inline Status check_window_queries(const CacheView& view,
                                                  const QueryBlock& q) noexcept {
   const bool given = q.data != nullptr || (q.rows == 0 && q.row_counts == nullptr);
   const bool fits = given && q.query_heads >= view.kv_heads && q.query_heads % view.kv_heads == 0;
-  return fits && readable(view.k) ? Status::ok : Status::bad_observation;
+  if (!fits || !readable(view.k)) { return Status::bad_observation; }
+  if (knows_positions(view)) { return Status::ok; }
+  bool last = q.positions == nullptr;
+  for (std::int32_t s = 0; s < view.sequences; ++s) { last = last && q.count(SequenceId{s}) <= 1; }
+  return last ? Status::ok : Status::bad_observation;
 }
 
 /// Bytes of `Layout{arena, rows, group, votes, head_dim}` for at most `window` votes within `shape`.
