@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Random operations on caches of every kind, against a model that is a list of rows per (sequence, layer, KV head).
 //
-// KVTRIM_RANDOM_OPERATIONS: how many. KVTRIM_RANDOM_SEED: of one world alone, to see a failure again.
+// KVTRIM_RANDOM_OPERATIONS: how many. KVTRIM_RANDOM_SEED: of one world alone, to see a failure again; it prints them.
 #include <kvtrim/evict/evict.hpp>
 
 #include <kvtrim/cache/check_view.hpp>
@@ -16,13 +16,20 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstddef>
+#include <cstdint>
 #include <cstdlib>
+#include <cstring>
 #include <deque>
+#include <iostream>
 #include <limits>
 #include <memory>
 #include <optional>
 #include <set>
 #include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
 
 using namespace kvtrim;
 using namespace kvtrim::random_test;
@@ -118,15 +125,22 @@ struct Pending {
   bool applied = false;
 };
 
+// An operation, for those who must find out what went wrong.
 struct Done {
   const char* what;
   std::int32_t s, a;
   Status status;
+  std::string words() const {
+    return std::string(what) + " sequence " + std::to_string(s) + " (" + std::to_string(a) +
+           "): " + std::string(to_string(status));
+  }
 };
 
 class World {
  public:
-  explicit World(std::uint64_t seed) : random_(seed), x_(random_setup(random_)) {
+  // `talks`: every operation is printed, so that also an assertion of the library shows what came before it.
+  explicit World(std::uint64_t seed, bool talks)
+      : random_(seed), x_(random_setup(random_)), talks_(talks) {
     if (x_.foreign) {
       auto own = std::make_unique<ForeignEngine>(x_, random_.bits());
       foreign_ = own.get(), engine_ = std::move(own);
@@ -149,46 +163,44 @@ class World {
   std::string words() const { return x_.words(); }
   std::string history() const {
     std::string text;
-    for (const Done& done : done_) {
-      text += std::string(done.what) + " sequence " + std::to_string(done.s) + " (" +
-              std::to_string(done.a) + "): " + std::string(to_string(done.status)) + "\n";
-    }
+    for (const Done& done : done_) { text += done.words() + "\n"; }
     return text;
   }
   std::int32_t evictions() const { return evictions_; }
 
   void operate() {
-    const std::int32_t s = random_.below(x_.sequences);
-    const std::int32_t what = random_.below(100);
+    const std::int32_t s = pick();
     const std::int32_t size = x_.page_size;
-    if (what < 30) {
+    const std::int32_t what = random_.below(100);
+    const auto below = [&](std::int32_t limit) { return what < limit; };
+    if (!sequences_[at(s)].alive && random_.below(4) > 0) {
+      random_.below(3) == 0 ? create() : fork((s + 1) % x_.sequences);
+    } else if (below(32)) {
       append(s, random_.below(4) > 0 ? 1 : random_.below(3 * size));
-    } else if (what < 34) {
+    } else if (below(36)) {
       if (x_.states) { extend(s, 1 + random_.below(size)); }
-    } else if (what < 42) {
-      write(s, random_.below(x_.layers));
-    } else if (what < 44) {
+    } else if (below(43)) {
+      write_some(s);
+    } else if (below(45)) {
       truncate(s, 0, true);
-    } else if (what < 49) {
+    } else if (below(49)) {
       truncate(s, std::max(0, sequences_[at(s)].next - random_.below(size + 2)), false);
-    } else if (what < 54) {
+    } else if (below(54)) {
       fork(s);
-    } else if (what < 56) {
+    } else if (below(55)) {
       make_private(s);
-    } else if (what < 58) {
-      end(s, random_.below(2) == 0);
-    } else if (what < 61) {
-      create(s);
-    } else if (what < 66) {
+    } else if (below(59)) {
+      end(s, random_.below(3) > 0);
+    } else if (below(62)) {
+      create();
+    } else if (below(67)) {
       reserve(s);
-    } else if (what < 82) {
+    } else if (below(82)) {
       evict(s);
-    } else if (what < 88) {
+    } else if (below(88)) {
       if (pending_ == nullptr) { pending_ = plan(s); }
-    } else if (what < 94) {
-      if (pending_ != nullptr) { apply(*pending_); }
     } else if (pending_ != nullptr) {
-      commit(*pending_);
+      below(94) ? apply(*pending_) : commit(*pending_);
     }
     check();
   }
@@ -204,8 +216,18 @@ class World {
   void note(const char* what, std::int32_t s, std::int32_t a, Status status) {
     done_.push_back({what, s, a, status});
     if (done_.size() > 12) { done_.pop_front(); }
+    if (talks_) { std::cerr << done_.back().words() << std::endl; }
   }
   std::size_t head_index(std::int32_t l, std::int32_t h) const { return at(l * x_.heads + h); }
+  // A sequence, seldom one that is dead or whose step is open.
+  std::int32_t pick() {
+    std::int32_t s = 0;
+    for (std::int32_t i = 0; i < 4; ++i) {
+      s = random_.below(x_.sequences);
+      if (between(s) == Status::ok) { break; }
+    }
+    return s;
+  }
   // Calls f(layer, head) for those that table `t` serves.
   template <class F>
   void for_each_head(std::int32_t t, F&& f) const {
@@ -379,12 +401,22 @@ class World {
     expect(status, wanted);
     q.unwritten[at(l)] = false;
   }
+  // One layer of an open step, or all.
+  void write_some(std::int32_t s) {
+    for (std::int32_t i = 0; i < x_.sequences && between(s) != Status::step_open; ++i) {
+      s = (s + 1) % x_.sequences;
+    }
+    const bool all = random_.below(2) == 0;
+    for (std::int32_t l = 0; l < x_.layers; ++l) {
+      if (all || random_.below(x_.layers) == 0) { write(s, l); }
+    }
+  }
   void append(std::int32_t s, std::int32_t n) {
     if (!extend(s, n)) { return; }
     const bool stays_open = x_.states && random_.below(8) == 0;
     for (std::int32_t l = 0; l < x_.layers - (stays_open ? 1 : 0); ++l) { write(s, l); }
   }
-  void create(std::int32_t) {
+  void create() {
     const auto dead = std::find_if(
         sequences_.begin(), sequences_.end(), [](const Sequence& q) { return !q.alive; });
     const auto s = static_cast<std::int32_t>(dead - sequences_.begin());
@@ -440,7 +472,7 @@ class World {
   void reserve(std::int32_t s) {
     const std::int32_t t = random_.below(x_.tables());
     if (!x_.reserved || !may(s) || live(s, t) == 0) { return; }
-    const std::int32_t pages = random_.below(3);
+    const std::int32_t pages = std::max(0, random_.below(5) - 1);
     foreign_->reserve(s, t, pages);
     note("reserve", s, pages, Status::ok);
     sequences_[at(s)].version[at(t)] = ++clock_;
@@ -638,11 +670,15 @@ class World {
     Ints budgets;
     for (std::int32_t i = 0; i < (end - begin) * x_.tables(); ++i) {
       const bool again = i % x_.tables() > 0 && (x_.common || random_.below(2) == 0);
-      budgets.push_back(again ? budgets.back() : random_.below(3) == 0 ? -1 : random_.below(24));
+      const std::int32_t rows = live(begin + i / x_.tables(), i % x_.tables());
+      const std::int32_t n = random_.below(6);
+      budgets.push_back(again   ? budgets.back()
+                        : n < 1 ? -1
+                        : n < 3 ? std::max(0, rows - 1)
+                        : n < 5 ? random_.below(rows + 2)
+                                : random_.below(6));
     }
-    if (random_.below(2) == 0) {
-      obs.budgets = budgets.data(), obs.budget_rows = p.view.table.rows;
-    }
+    if (random_.below(3) > 0) { obs.budgets = budgets.data(), obs.budget_rows = p.view.table.rows; }
     std::vector<Cut> cuts;
     std::set<Status> errors, later;
     bool over = false, any = false;
@@ -1100,6 +1136,7 @@ class World {
 
   test::Random random_;
   Setup x_;
+  bool talks_;
   std::unique_ptr<Engine> engine_;
   ForeignEngine* foreign_ = nullptr;
   std::vector<Sequence> sequences_;
@@ -1126,7 +1163,7 @@ TEST_CASE("random operations leave in every cache what a plain model says", "[ra
   const std::int64_t worlds = (operations + operations_of_a_world - 1) / operations_of_a_world;
   std::int64_t evictions = 0;
   for (std::int64_t seed = only < 0 ? 1 : only; seed <= (only < 0 ? worlds : only); ++seed) {
-    World world(static_cast<std::uint64_t>(seed));
+    World world(static_cast<std::uint64_t>(seed), only >= 0);
     INFO("KVTRIM_RANDOM_SEED=" << seed << ": " << world.words());
     for (std::int32_t step = 0; step < operations_of_a_world; ++step) {
       try {
