@@ -135,3 +135,23 @@ TEST_CASE("C10 a plan has room for more entries than its longest table uses", "[
     }
   }
 }
+
+TEST_CASE("C10 reserved pages of a padded sequence without rows lie behind the padding",
+          "[fault][reserved]") {
+  // The second sequence lost all of its rows: a null page for the padding, and two pages for drafts.
+  EnginePages engine(16, 4, 1, 2, {{3, 1, 4, -1}, {-1, 5, 6, -1}});
+  engine.fill(0, 12);
+  engine.padding = {0, 4};
+  const std::array<std::int32_t, 2> reserved{0, 2};
+  CacheView view = engine.view();
+  view.reserved_pages = reserved.data();
+  const auto status = [&] {
+    Prepared prepared(view, {});
+    return prepared.plan(StreamingSink({.sinks = 4, .recent = 4}), view).status();
+  };
+  CHECK(status() == Status::ok);
+  engine.ids[6] = 4;
+  CHECK(status() == Status::page_twice);
+  engine.ids[6] = -1;
+  CHECK(status() == Status::page_out_of_range);
+}

@@ -26,7 +26,8 @@ struct ViewFault {
 
 namespace detail {
 
-// Entries of a table that hold rows, padding included; 64 bits: the length is not trusted yet.
+// Entries of a table that hold rows, padding included; 64 bits: the length is not trusted yet. A table without rows has
+// those that only its padding uses: reserved ones are behind them.
 [[nodiscard]] KVTRIM_HOST_DEVICE inline std::int64_t used_entries(const CacheView& view,
                                                                   SequenceId s,
                                                                   LayerId l,
@@ -34,7 +35,8 @@ namespace detail {
   const std::int64_t live = view.live_rows(s, l, h);
   const std::int64_t rows =
       live + (view.state(s, l, h).append_row >= 0 ? 1 : 0) + view.first_row(s);
-  return live <= 0 ? 0 : (rows + view.page_size - 1) / view.page_size;
+  return live <= 0 ? view.first_row(s) / view.page_size
+                   : (rows + view.page_size - 1) / view.page_size;
 }
 
 [[nodiscard]] KVTRIM_HOST_DEVICE inline ViewFault check_length(const CacheView& view,
