@@ -2,8 +2,8 @@
 // Engines' own pages: layouts, tables and sinks that are not PagedCache's. Rows are read back by the layout's formula.
 #include <kvtrim/evict/commit.hpp>
 
-#include <kvtrim/cache/check_tables.hpp>
 #include <kvtrim/cache/check_layout.hpp>
+#include <kvtrim/cache/check_tables.hpp>
 #include <kvtrim/evict/evict.hpp>
 #include <kvtrim/evict/plan_bytes.hpp>
 #include <kvtrim/policy/streaming_sink.hpp>

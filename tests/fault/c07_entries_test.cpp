@@ -26,6 +26,8 @@ struct Scaled {
   std::vector<std::int8_t> keys;
   std::vector<float> scales;
   Rows ids{0, 1, 2, 3}, lengths, counts = Rows(pages, 1);
+  Rows positions = range(0, 64);
+  SequenceState state;  // with positions, so that rows may lose their order
   PagePlane plane;
   CacheView view;
 
@@ -38,6 +40,9 @@ struct Scaled {
     view.table.ids = ids.data();
     view.table.row_stride = view.table.max_pages = 4;
     view.lengths = lengths.data();
+    state.live_rows = state.next_position = state.next_rope_position = rows;
+    view.states = &state;
+    view.positions = SequencePlane::dense(positions.data(), 1, 1, 64);
     view.writable.ref_counts = counts.data();
     const bool whole = tokens_per_entry == 0;
     plane.base = reinterpret_cast<std::byte*>(scales.data());

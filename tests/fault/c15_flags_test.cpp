@@ -25,7 +25,7 @@ struct Flagged {
   std::vector<float> memory = std::vector<float>(2 * 16 * 2);
   Rows ids, lengths, counts = Rows(16, 1), padding{0};
   Rows positions = range(0, 32);
-  SequenceState state;  // with positions, so that rows may lose their order
+  SequenceState state;  // with positions, where rows may lose their order
   CacheView view;
 
   Flagged(const Rows& entries, std::int32_t rows, bool separate = false)
@@ -41,15 +41,17 @@ struct Flagged {
     view.table.v_offset = separate ? view.table.max_pages : 0;
     view.table.id_mask = mask;
     view.lengths = lengths.data();
-    state.live_rows = state.next_position = state.next_rope_position = rows;
-    view.states = &state;
-    view.positions = SequencePlane::dense(positions.data(), 1, 1, 32);
     view.first_rows = padding.data();
     view.writable.ref_counts = counts.data();
     if (rows > 0) { write(); }
   }
   Flagged(const Flagged&) = delete;
   Flagged& operator=(const Flagged&) = delete;
+  void record_order() {
+    state.live_rows = state.next_position = state.next_rope_position = lengths[0];
+    view.states = &state;
+    view.positions = SequencePlane::dense(positions.data(), 1, 1, 32);
+  }
   void write() {
     for (std::int32_t r = 0; r < lengths[0]; ++r) {
       const float tag = static_cast<float>(r);
@@ -114,6 +116,7 @@ TEST_CASE("C15 moved rows leave the pages' bits where they are, spare pages have
           "[layout][fault]") {
   for (const Removal way : {Removal::stable_pack, Removal::fill_holes}) {
     Flagged t({flag | 4, 3, flag | 2, 1}, 8);
+    t.record_order();
     REQUIRE(t.evict({1, 3, 5, 7}, way).report.status == Status::ok);
     CHECK(t.ids == Rows{flag | 4, 3, -1, -1});
   }

@@ -175,8 +175,7 @@ TEST_CASE("C03 scores that depend on positions are refused where they are unknow
       const Status wanted = gone && !keeps_positions ? Status::bad_observation : Status::ok;
       CHECK(status(SnapKVSelector({.window = 4, .budget = 8})) == wanted);
       CHECK(status(ChunkKV<KeyNormParams>({.budget = 8, .chunk = 2})) == wanted);
-      CHECK(status(HeavyHitter({.heavy = 4, .recent = 4, .age_normalised = true})) ==
-            wanted);
+      CHECK(status(HeavyHitter({.heavy = 4, .recent = 4, .age_normalised = true})) == wanted);
       CHECK(status(HeavyHitter({.heavy = 4, .recent = 4})) == Status::ok);
       CHECK(status(KeyNorm({.budget = 8})) == Status::ok);
       obs.queries.rows = 1;  // the newest query sees every row

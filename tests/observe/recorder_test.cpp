@@ -672,7 +672,8 @@ TEST_CASE("recorder: what cannot be recorded is refused with the numbers, nothin
   const Ints none;
   refused([&](V&, L& s) { return s.layer = LayerId{2}, none; }, "layer", 2, 2);
   refused([&](V&, L& s) { return s.layer = LayerId{-1}, none; }, "layer", -1, 2);
-  refused([&](V& v, L&) { return v.layer_offset = 1, v.model_layers = 3, none; }, "view layer", -1, 2);
+  refused(
+      [&](V& v, L&) { return v.layer_offset = 1, v.model_layers = 3, none; }, "view layer", -1, 2);
   refused([&](V& v, L&) { return v.kv_heads = 3, none; }, "kv_heads", 3, 2);
   refused([&](V& v, L&) { return v.k.head_dim = 16, none; }, "head_dim", 16, 8);
   refused([&](V&, L& s) { return s.queries.query_heads = 4, none; }, "query_heads", 4, 6);

@@ -4,7 +4,7 @@
 // KVTRIM_RANDOM_OPERATIONS: how many. KVTRIM_RANDOM_SEED: of one world alone, to see a failure again; it prints them.
 #include <kvtrim/evict/evict.hpp>
 
-#include <kvtrim/cache/check_view.hpp>
+#include <kvtrim/cache/check_layout.hpp>
 
 #include "catch.hpp"
 #include "random/engines.hpp"

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <kvtrim/cache/cache_view.hpp>
 #include <kvtrim/core/status.hpp>
 #include <kvtrim/core/types.hpp>
 #include <kvtrim/observe/observation.hpp>
@@ -25,7 +26,7 @@ struct StepProbabilities {
 ///
 /// Sequences without rows take no part; their slots are not looked at.
 struct LayerStep {
-  LayerId layer{};                            ///< of the model, also where the view shows only some (`layer_offset`)
+  LayerId layer{};  ///< of the model, also where the view shows only some (`layer_offset`)
   std::span<const std::int32_t> sequences{};  ///< [view.sequences] slots; empty: i lies in slot i
   QueryBlock queries{};    ///< after RoPE, of this layer alone (as layer 0), with LSE and positions
   QueryBlock unrotated{};  ///< the same rows before RoPE; for moments
