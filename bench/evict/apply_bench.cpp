@@ -127,18 +127,19 @@ void add(const Shape& shape, Removal way, std::int32_t percent, bool planes = fa
 const bool registered = [] {
   const Shape base;
   for (const Removal way : {Removal::stable_pack, Removal::fill_holes}) {
-    add(base, way, 25);
+    const bool planes = way == Removal::fill_holes;  // which needs positions to tell the order
+    if (!planes) { add(base, way, 25); }
     add(base, way, 25, true);
-    for (const std::int32_t percent : {5, 50}) { add(base, way, percent); }
+    for (const std::int32_t percent : {5, 50}) { add(base, way, percent, planes); }
     Shape s = base;
     s.dtype = DType::bf16;
-    add(s, way, 25);
+    add(s, way, 25, planes);
     s = base;
     s.tokens = 4096;
-    add(s, way, 25);
+    add(s, way, 25, planes);
     s = base;
     s.page_size = 128;
-    add(s, way, 25);
+    add(s, way, 25, planes);
   }
   return true;
 }();

@@ -61,11 +61,17 @@ inline std::uint64_t raise_generation(const CacheView& view, std::int64_t table)
       (view.generations == nullptr
            ? 0
            : view.generations[view.table_index(s, t)] * detail::generation_step);
-  const std::uint64_t hash = mixed(static_cast<std::uint64_t>(view.live_rows(s, l, h)) << 32U |
-                                       static_cast<std::uint32_t>(state.append_row),
-                                   static_cast<std::uint32_t>(view.first_row(s)));
-  if (detail::check_length(view, s, t).status != Status::ok) { return hash + counters; }
-  const std::int64_t used = detail::used_entries(view, s, l, h) + view.reserved(s, t);
+  const std::int64_t live = view.live_rows(s, l, h);
+  const std::int64_t first = view.first_row(s);
+  const std::uint64_t hash =
+      mixed(static_cast<std::uint64_t>(live) << 32U | static_cast<std::uint32_t>(state.append_row),
+            static_cast<std::uint32_t>(first));
+  // The length may be any by now: nothing is read beyond the table.
+  const std::int64_t rows = live + (state.append_row >= 0 ? 1 : 0) + first;
+  const std::int64_t used =
+      (live <= 0 ? first / view.page_size : (rows + view.page_size - 1) / view.page_size) +
+      view.reserved(s, t);
+  if (used < 0 || used > view.table.capacity(s, l, h)) { return hash + counters; }
   const std::int32_t* const entries = view.table.row(s, l, h);
   const bool all_writable = !writable || view.writable.all();
   const auto held = [&](PageId p) {
