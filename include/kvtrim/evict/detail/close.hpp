@@ -98,15 +98,21 @@ struct Closing {
   std::int32_t first = plan.pages_before;
   std::int32_t last = -1;
   const PageSpan span{plan.live_before, plan.first_row, c.view.page_size};
-  plan.live_after = plan.live_before;
-  plan.pages_after = 0;
-  for (std::int32_t e = 0; e < plan.pages_before; ++e) {
-    c.take(plan.pages_after, e);  // overwritten unless it stays
-    plan.pages_after += stays(e) ? 1 : 0;
-    if (stays(e)) { continue; }
-    plan.live_after -= span.end(e) - span.begin(e);
+  // Counted here, not in the plan, whose memory the lists share as far as a compiler knows.
+  const std::int32_t entries = plan.pages_before;
+  std::int32_t pages = 0;
+  std::int32_t gone = 0;
+  for (std::int32_t e = 0; e < entries; ++e) {
+    c.take(pages, e);  // overwritten unless it stays
+    if (stays(e)) {
+      ++pages;
+      continue;
+    }
+    gone += span.end(e) - span.begin(e);
     first = std::min(first, e), last = e;
   }
+  plan.live_after = plan.live_before - gone;
+  plan.pages_after = pages;
   c.release(stays);
   const bool rotates = c.draft.rotates();
   bool turns_shared = false;
