@@ -85,7 +85,8 @@ KVTRIM_DEVICE float score_of(const RowScores& rows,
     score = __fadd_rn(score, rows.compensations.at<float>(at.s, at.l, at.h, e));
   }
   if (rows.age_normalised) {
-    const int position = rows.positions ? rows.positions.load<std::int32_t>(at.s, at.l, at.h, e) : e;
+    const int position =
+        rows.positions ? rows.positions.load<std::int32_t>(at.s, at.l, at.h, e) : e;
     const int age = task.next_position - position;
     if (age > 0) { score = __fdiv_rn(score, static_cast<float>(age)); }
   }
