@@ -458,6 +458,54 @@ TEST_CASE("cuda::plan: a second apply, a changed table or a commit too early are
   CHECK(world.device().pool.download() == once);
 }
 
+TEST_CASE("C04 C05 C11 cuda::plan: states and orders that the host refuses, the device refuses",
+          "[cuda][parity][fault]") {
+  WorldShape shape;
+  World world(shape);
+  CacheView host = world.host_view();
+  CacheView device = world.device_view();
+  SequenceState& state = world.host().states[1];
+  const int what = GENERATE(0, 1, 2, 3, 4);
+  Removal removal = Removal::automatic;
+  if (what == 0) { state.open = true; }
+  if (what == 1) { state.applied = true; }
+  if (what == 2) { state.next_position = state.live_rows - 1; }
+  if (what == 3) { state.append_row = state.live_rows + 1; }
+  if (what == 4) {
+    removal = Removal::fill_holes;
+    host.positions = device.positions = {};
+  }
+  world.device().states.upload(world.host().states);
+  World sound(shape);  // the bounds are those of the cache as it should be
+  const HeavyHitter policy({.heavy = 1, .recent = 0, .grace = 1});
+  const Plan wanted = kvtrim::test::host_plan(policy, host, {}, removal);
+  CHECK_FALSE(usable(wanted.view().status()));
+  DeviceSide side(sound, policy);
+  cuda::DevicePlanOptions options;
+  options.removal = removal;
+  ok(cuda::plan(policy, device, {}, side.workspace, nullptr, options));
+  CHECK(to_string(side.report().status) == to_string(wanted.view().status()));
+  ok(cuda::apply(side.workspace, device, nullptr));
+  CHECK(world.difference() == "");
+}
+
+TEST_CASE(
+    "C10 C13 cuda::plan: reserved pages and counters per table are not known on the device yet",
+    "[cuda][fault]") {
+  World world(WorldShape{});
+  const HeavyHitter policy({.heavy = 4, .recent = 2});
+  DeviceSide side(world, policy);
+  CacheView view = world.device_view();
+  const std::int32_t reserved = 0;
+  std::uint64_t counter = 0;
+  const bool pages = GENERATE(false, true);
+  if (pages) { view.reserved_pages = &reserved; }
+  if (!pages) { view.generations = &counter; }
+  CHECK(cuda::plan(policy, view, {}, side.workspace, nullptr) == cudaErrorInvalidValue);
+  CHECK(cuda::apply(side.workspace, view, nullptr) == cudaErrorInvalidValue);
+  CHECK(world.difference() == "");
+}
+
 TEST_CASE("cuda::plan: bad ids and lengths are found on the device, nothing is written",
           "[cuda][fault]") {
   WorldShape shape;
