@@ -2,8 +2,11 @@
 // A step that is open, states that contradict themselves, and truncation after mixed position modes.
 #include <kvtrim/cache/paged_cache.hpp>
 
+#include <kvtrim/cache/check_layout.hpp>
 #include <kvtrim/cache/check_tables.hpp>
+#include <kvtrim/policy/random.hpp>
 #include <kvtrim/policy/streaming_sink.hpp>
+#include <kvtrim/score/random.hpp>
 
 #include "catch.hpp"
 #include "fault/fault_support.hpp"
@@ -62,6 +65,44 @@ TEST_CASE("C05 nothing goes from a table whose reserved rows are not written", "
     CHECK(evict(window, t, s).report.status == Status::ok);
     CHECK(t.cache.live_rows(s, LayerId{2}, HeadId{1}) == 8);
     CHECK(t.append(s, 1) == Status::ok);
+  }
+}
+
+TEST_CASE("C29 a prompt is cut layer by layer, each as soon as it is written", "[fault][step]") {
+  for (const TableScope scope : {TableScope::layer, TableScope::head}) {
+    TestCache at_once(three_layers(scope));
+    TestCache by_layer(three_layers(scope));
+    const Random policy({.budget = 9, .scores = {.seed = 5}});  // which differs by layer
+    const SequenceId other = by_layer.filled(7);
+    static_cast<void>(at_once.filled(7));
+    const SequenceId s = at_once.filled(30);
+    REQUIRE(evict(policy, at_once, s).report.status == Status::ok);
+
+    REQUIRE(by_layer.create() == s);
+    REQUIRE(by_layer.cache.try_extend(s, 30) == Status::ok);
+    const std::vector<float> rows(30 * 2 * 2, 1.0F);
+    std::int32_t most = by_layer.cache.pool().in_use();
+    for (std::int32_t l = 0; l < 3; ++l) {
+      const CacheView view = by_layer.cache.view(s, LayerId{l}, 1);
+      REQUIRE_NOTHROW(check_layout(view));
+      auto sink = by_layer.cache.sink_for(view);
+      CHECK(evict_into(policy, view, sink).report.status == Status::step_open);
+      REQUIRE(by_layer.cache.write(s, LayerId{l}, {rows.data()}, {rows.data()}) == Status::ok);
+      REQUIRE(evict_into(policy, view, sink).report.status == Status::ok);
+      CHECK(by_layer.cache.pool().in_use() < most);  // pages come back at once
+      most = by_layer.cache.pool().in_use();
+    }
+    for (std::int32_t l = 0; l < 3; ++l) {
+      for (std::int32_t h = 0; h < 2; ++h) {
+        CHECK(by_layer.slots(s, l, h) == at_once.slots(s, l, h));
+      }
+    }
+    CHECK(by_layer.slots(s, 0) != by_layer.slots(s, 1));
+    CHECK(by_layer.slots(other, 2, 1) == range(0, 7));
+    CHECK(by_layer.cache.pool().in_use() == at_once.cache.pool().in_use());
+    CHECK(by_layer.append(s, 1) == Status::ok);
+    const CacheView two = by_layer.cache.view(s, LayerId{1}, 2);
+    CHECK(two.position({}, LayerId{1}, HeadId{1}, 9) == Position{30});
   }
 }
 

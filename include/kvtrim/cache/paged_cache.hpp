@@ -309,6 +309,26 @@ class PagedCache {
   [[nodiscard]] CacheView view() noexcept { return view_of(0, params_.max_sequences); }
   /// View of sequence `s` alone, as sequence 0.
   [[nodiscard]] CacheView view(SequenceId s) noexcept { return view_of(raw(s), 1); }
+  /// View of some layers of sequence `s` alone, as sequence 0: to evict layer by layer, at the end of a prompt, from those that
+  /// are written.
+  ///
+  /// \pre layers have tables of their own (`TableScope::layer` or `head`), and these are layers of the cache
+  [[nodiscard]] CacheView view(SequenceId s, LayerId first, std::int32_t layers) noexcept {
+    KVTRIM_ASSERT(params_.scope != TableScope::group && raw(first) >= 0 && layers >= 1 &&
+                  raw(first) <= params_.layers - layers);
+    CacheView some = view(s);
+    const std::int64_t tables = static_cast<std::int64_t>(raw(first)) * (tables_ / params_.layers);
+    some.table.ids += tables * max_pages_;
+    some.states += tables;
+    for (SequencePlane* plane :
+         {&some.positions, &some.rope_positions, &some.score_sums, &some.score_compensations}) {
+      if (*plane) { plane->base += raw(first) * plane->layer_stride; }
+    }
+    some.layers = layers;
+    some.layer_offset = raw(first);
+    some.model_layers = params_.layers;
+    return some;
+  }
 
   /// Live rows of (sequence, layer, KV head): what attention reads, and what slots are derived from.
   [[nodiscard]] std::int32_t live_rows(SequenceId s, LayerId l = {}, HeadId h = {}) const noexcept {
@@ -374,12 +394,13 @@ class PagedCache {
   /// Drops one reference of a page (`TableSink`).
   bool release(PageId p) noexcept { return pool_.release(p); }
 
-  /// A `TableSink` for plans over a view of this cache, either of all sequences or of one.
+  /// A `TableSink` for plans over a view of this cache.
   class Sink {
    public:
-    /// Stores a table; its sequence is counted from the view's first one.
+    /// Stores a table; its sequence and its number are counted from the view's first one.
     void update(TableUpdate u) noexcept {
       u.sequence = SequenceId{raw(u.sequence) + first_};
+      u.table += first_table_;
       cache_->update(u);
     }
     /// Drops one reference of a page.
@@ -387,14 +408,17 @@ class PagedCache {
 
    private:
     friend class PagedCache;
-    Sink(PagedCache& cache, std::int32_t first) noexcept : cache_(&cache), first_(first) {}
+    Sink(PagedCache& cache, std::int32_t first, std::int32_t first_table) noexcept
+        : cache_(&cache), first_(first), first_table_(first_table) {}
     PagedCache* cache_;
     std::int32_t first_;
+    std::int32_t first_table_;
   };
 
-  /// The sink for `view`, which is `view()` or `view(s)` of this cache.
+  /// The sink for a view of this cache.
   [[nodiscard]] Sink sink_for(const CacheView& view) noexcept {
-    return {*this, static_cast<std::int32_t>((view.states - states_.data()) / tables_)};
+    const auto first = static_cast<std::int32_t>(view.states - states_.data());
+    return {*this, first / tables_, first % tables_};
   }
 
  private:
