@@ -14,6 +14,7 @@
 #include <cstdint>
 #include <span>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 namespace kvtrim {
@@ -25,21 +26,25 @@ struct TablePlan {
   bool evicts = false;                     ///< whether anything goes
   bool ordered_after = true;               ///< slot order is position order afterwards
   bool replaced = false;                   ///< `stable_pack` in place of the way that was asked for
-  bool positions_known = true;     ///< otherwise rows went before and nothing tells their positions
-  std::int32_t live_before = 0;    ///< live rows
-  std::int32_t live_after = 0;     ///< rows that stay
-  std::int32_t extent_before = 0;  ///< rows in use, a hole included
-  std::int32_t first_row = 0;      ///< rows of left padding
-  std::int32_t append_row = -1;    ///< row of the next append, if it is a hole
-  std::int32_t pages_before = 0;   ///< entries in use
-  std::int32_t pages_after = 0;    ///< entries afterwards
-  std::int32_t released = 0;       ///< pages that leave (K and V ids counted separately)
-  std::int32_t shared_kept = 0;    ///< leading shared pages that stay as they are
-  std::int32_t spare_pages = 0;    ///< spare pages that replace shared ones
+  bool positions_known = true;  ///< otherwise rows went before and nothing tells their positions
+  std::uint16_t zero =
+      0;  ///< so that no byte is without a value: plans are sent and compared as bytes
+  std::int32_t live_before = 0;      ///< live rows
+  std::int32_t live_after = 0;       ///< rows that stay
+  std::int32_t extent_before = 0;    ///< rows in use, a hole included
+  std::int32_t first_row = 0;        ///< rows of left padding
+  std::int32_t append_row = -1;      ///< row of the next append, if it is a hole
+  std::int32_t pages_before = 0;     ///< entries in use
+  std::int32_t pages_after = 0;      ///< entries afterwards
+  std::int32_t released = 0;         ///< pages that leave (K and V ids counted separately)
+  std::int32_t shared_kept = 0;      ///< leading shared pages that stay as they are
+  std::int32_t spare_pages = 0;      ///< spare pages that replace shared ones
   std::int32_t reserved_before = 0;  ///< entries behind the used ones, for rows to come
   std::int32_t reserved_after = 0;   ///< those of them that stay, behind `pages_after`
   std::uint64_t generation = 0;      ///< of the table, if it evicts (`table_generation`)
 };
+
+static_assert(std::has_unique_object_representations_v<TablePlan>);
 
 /// What happens to one KV head of one layer.
 struct HeadPlan {
@@ -49,6 +54,7 @@ struct HeadPlan {
   std::int32_t has_ranks = 0;  ///< slot order is not position order, so ranks are listed
   std::int64_t moved = 0;      ///< rows that change their place
 };
+static_assert(std::has_unique_object_representations_v<HeadPlan>);
 
 namespace detail {
 

@@ -4,7 +4,9 @@
 // From kept rows, or kept pages, to tables: which pages a table has, what leaves it, what moves, and whether that may be.
 
 #include <kvtrim/cache/cache_view.hpp>
+#include <kvtrim/cache/check_tables.hpp>
 #include <kvtrim/cache/move.hpp>
+#include <kvtrim/evict/detail/closing.hpp>
 #include <kvtrim/evict/detail/open.hpp>
 #include <kvtrim/evict/detail/plan_draft.hpp>
 #include <kvtrim/select/pages.hpp>
@@ -15,78 +17,6 @@
 #include <span>
 
 namespace kvtrim::detail::stage {
-
-// The table that is being closed: its old entries, and the lists of the new ones.
-struct Closing {
-  const PlanDraft& draft;
-  const CacheView& view;
-  SequenceId s;
-  std::int32_t t;
-  TablePlan& plan;
-  const std::int32_t* entries;
-  PageId* k_pages;
-  PageId* v_pages;
-  std::int32_t* sources;
-
-  Closing(const PlanDraft& from, SequenceId sequence, std::int32_t table) noexcept
-      : draft(from),
-        view(from.view),
-        s(sequence),
-        t(table),
-        plan(from.plan.table(sequence, table)),
-        entries(view.table.row(sequence, view.first_layer(table), view.first_head(table))),
-        k_pages(PlanWriter::writable(from.plan.view().k_pages(s, t)).data()),
-        v_pages(PlanWriter::writable(from.plan.view().v_pages(s, t)).data()),
-        sources(PlanWriter::writable(from.plan.view().sources(s, t)).data()) {}
-
-  // Entry `to` of the new table is entry `from` of the old one.
-  void take(std::int32_t to, std::int32_t from) const noexcept {
-    k_pages[to] = view.table.page(entries[from]);
-    v_pages[to] = view.table.page(entries[from + view.table.v_offset]);
-    sources[to] = from;
-  }
-  // The first entries stay where they are.
-  void take_first(std::int32_t count) const noexcept {
-    for (std::int32_t e = 0; e < count; ++e) { take(e, e); }
-  }
-  // Lists the old entries that the new table does not name, tail first. `stays(e)`: whether entry e is still there. Reserved
-  // entries are behind the last page that stays, or leave with the others.
-  template <class Stays>
-  void release(const Stays& stays) const noexcept {
-    plan.reserved_after =
-        draft.options.reserved == ReservedPages::follow ? plan.reserved_before : 0;
-    for (std::int32_t e = 0; e < plan.reserved_after; ++e) {
-      take(plan.pages_after + e, plan.pages_before + e);
-    }
-    PageId* const out = PlanWriter::writable(draft.plan.view().released(s, t)).data();
-    plan.released = 0;
-    const std::int32_t end = plan.pages_before + plan.reserved_before - plan.reserved_after;
-    for (std::int32_t e = end; e-- > 0;) {
-      if (e < plan.pages_before && stays(e)) { continue; }
-      out[plan.released++] = view.table.page(entries[e]);
-      if (view.table.v_offset == 0) { continue; }
-      out[plan.released++] = view.table.page(entries[e + view.table.v_offset]);
-    }
-  }
-  template <class F>
-  void for_each_head(F&& f) const noexcept {
-    draft.for_each_head(s, t, f);
-  }
-  [[nodiscard]] bool shared(std::int32_t e) const noexcept { return draft.shared_entry(s, t, e); }
-  // Calls f(from row, to row, index in the kept list, whether its data moves) for each kept row of a head.
-  template <class F>
-  void for_each_move(const HeadRef& head, F&& f) const noexcept {
-    for_each_target(draft.plan.kept_list(head),
-                    plan.removal,
-                    [&](std::int32_t from, std::int32_t to, std::int32_t i) {
-                      const std::int32_t at = to + plan.first_row;
-                      const std::int32_t was = from + plan.first_row;
-                      const bool stays = sources[at / view.page_size] == was / view.page_size &&
-                                         at % view.page_size == was % view.page_size;
-                      f(from, to, i, !stays);
-                    });
-  }
-};
 
 // Closes the table up to the entries whose flag is set. Its rows must be in position order.
 [[nodiscard]] inline Status drop_entries(const Closing& c, std::span<std::uint8_t> flags) noexcept {
@@ -113,7 +43,7 @@ struct Closing {
   }
   plan.live_after = plan.live_before - gone;
   plan.pages_after = pages;
-  c.release(stays);
+  c.release(stays, first, last + 1);
   const bool rotates = c.draft.rotates();
   bool turns_shared = false;
   c.for_each_head([&](const HeadRef& head) {
@@ -165,7 +95,7 @@ struct Closing {
   const std::int32_t extent = plan.live_after + (plan.append_row >= 0 ? 1 : 0);
   plan.pages_after = pages_for(extent + plan.first_row, c.view.page_size);
   c.take_first(plan.pages_after);
-  c.release([&](std::int32_t e) { return e < plan.pages_after; });
+  c.release([](std::int32_t) { return false; }, plan.pages_after, plan.pages_before);
   return Status::ok;
 }
 
@@ -247,9 +177,12 @@ struct Closing {
   }
   if (pages < plan.pages_after) { return Status::shared_page; }
   if (const Status copied = replace_shared_pages(c); copied != Status::ok) { return copied; }
-  c.release([&](std::int32_t e) {
-    return std::find(c.sources, c.sources + pages, e) != c.sources + pages;
-  });
+  c.release(
+      [&](std::int32_t e) {
+        return std::find(c.sources, c.sources + pages, e) != c.sources + pages;
+      },
+      0,
+      plan.pages_before);
   bool moves = false;
   c.for_each_head([&](const HeadRef& head) {
     std::int64_t& moved = c.draft.plan.head(head).moved;
@@ -288,6 +221,35 @@ template <Policy P>
   return over ? Status::over_budget : status;
 }
 
+// Spare pages must be the caller's own: writable, in no table, none twice. O(entries) only where there are any.
+[[nodiscard]] inline Status check_spares(const PlanDraft& draft) noexcept {
+  const CacheView& view = draft.view;
+  const auto spares = draft.options.spare_pages;
+  if (draft.options.shared != SharedPages::copy || spares.empty()) { return Status::ok; }
+  const auto seen = draft.check_scratch;
+  std::ranges::fill(seen, std::uint64_t{0});
+  const auto word = [](PageId p) { return static_cast<std::size_t>(raw(p)) / 64; };
+  const auto bit = [](PageId p) { return std::uint64_t{1} << static_cast<unsigned>(raw(p) % 64); };
+  for (const PageId p : spares) {
+    if (raw(p) < 0 || raw(p) >= view.pages || (seen[word(p)] & bit(p)) != 0 || !view.writable(p)) {
+      return Status::bad_options;
+    }
+    seen[word(p)] |= bit(p);
+  }
+  bool in_table = false;
+  draft.for_each_table([&](SequenceId s, std::int32_t t) {
+    const LayerId l = view.first_layer(t);
+    const HeadId h = view.first_head(t);
+    const auto end = static_cast<std::int32_t>(used_entries(view, s, l, h)) + view.reserved(s, t);
+    for (std::int32_t e = draft.padding_entries(s); e < end; ++e) {
+      const PageId k = view.k_page(s, l, h, e);
+      const PageId v = view.v_page(s, l, h, e);
+      in_table = in_table || (seen[word(k)] & bit(k)) != 0 || (seen[word(v)] & bit(v)) != 0;
+    }
+  });
+  return in_table ? Status::bad_options : Status::ok;
+}
+
 /// Writes every table's pages and length, and which rows move.
 ///
 /// \returns the first status that is not `ok`
@@ -295,7 +257,10 @@ template <Policy P>
 [[nodiscard]] Status close(const P& policy,
                            const Observation& obs,
                            const PlanDraft& draft) noexcept {
-  Status status = Status::ok;
+  bool any = false;
+  draft.plan.view().for_each_evicting([&](SequenceId, std::int32_t) { any = true; });
+  Status status = any ? check_spares(draft) : Status::ok;
+  if (status != Status::ok) { return status; }
   draft.for_each_table([&](SequenceId s, std::int32_t t) {
     const Closing c(draft, s, t);
     TablePlan& plan = c.plan;

@@ -5,7 +5,7 @@
 
 #include <kvtrim/cache/cache_view.hpp>
 #include <kvtrim/cache/move.hpp>
-#include <kvtrim/evict/detail/close.hpp>
+#include <kvtrim/evict/detail/closing.hpp>
 #include <kvtrim/evict/detail/plan_draft.hpp>
 
 #include <cstdint>

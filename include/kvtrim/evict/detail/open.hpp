@@ -213,35 +213,6 @@ template <Policy P>
   return true;
 }
 
-// Spare pages must be the caller's own: writable, in no table, none twice. O(entries) only where there are any.
-[[nodiscard]] inline Status check_spares(const PlanDraft& draft) noexcept {
-  const CacheView& view = draft.view;
-  const auto spares = draft.options.spare_pages;
-  if (draft.options.shared != SharedPages::copy || spares.empty()) { return Status::ok; }
-  const auto seen = draft.check_scratch;
-  std::ranges::fill(seen, std::uint64_t{0});
-  const auto word = [](PageId p) { return static_cast<std::size_t>(raw(p)) / 64; };
-  const auto bit = [](PageId p) { return std::uint64_t{1} << static_cast<unsigned>(raw(p) % 64); };
-  for (const PageId p : spares) {
-    if (raw(p) < 0 || raw(p) >= view.pages || (seen[word(p)] & bit(p)) != 0 || !view.writable(p)) {
-      return Status::bad_options;
-    }
-    seen[word(p)] |= bit(p);
-  }
-  bool in_table = false;
-  draft.for_each_table([&](SequenceId s, std::int32_t t) {
-    const LayerId l = view.first_layer(t);
-    const HeadId h = view.first_head(t);
-    const auto end = static_cast<std::int32_t>(used_entries(view, s, l, h)) + view.reserved(s, t);
-    for (std::int32_t e = draft.padding_entries(s); e < end; ++e) {
-      const PageId k = view.k_page(s, l, h, e);
-      const PageId v = view.v_page(s, l, h, e);
-      in_table = in_table || (seen[word(k)] & bit(k)) != 0 || (seen[word(v)] & bit(v)) != 0;
-    }
-  });
-  return in_table ? Status::bad_options : Status::ok;
-}
-
 /// Writes what each table is to do: whether anything goes, and by which way of removal. Entries are checked, unless nothing
 /// goes.
 ///
@@ -306,7 +277,7 @@ template <Policy P, Executor E>
   if (!AdaptivePolicy<P> && any && usable(status)) {
     status = check_entries(view, draft.check_scratch).status;
   }
-  return status == Status::ok && any ? check_spares(draft) : status;
+  return status;
 }
 
 }  // namespace kvtrim::detail::stage

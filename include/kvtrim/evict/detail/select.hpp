@@ -40,10 +40,7 @@ namespace kvtrim::detail::stage {
   }
   const Victim victim = lowest_row(scores, positions, range, state.next_position, scratch.order);
   scratch.nan += victim.nan_count;
-  HeadPlan& plan = draft.plan.head(head);
-  plan = {};
-  plan.evicted = 1;
-  plan.victim = victim.row;
+  draft.plan.head(head) = {.evicted = 1, .victim = victim.row};
   draft.plan.evicted(head)[0] = head.position(victim.row);
   return true;
 }
@@ -227,8 +224,7 @@ template <PagePolicy P>
   return true;
 }
 
-// Shared pages: whether the table's rows must be chosen again, with those of shared pages fixed; also where overwriting
-// is not possible.
+// Whether the table's rows must be chosen again: with those of shared pages fixed, or as none can be overwritten.
 [[nodiscard]] inline bool must_choose_again(const PlanDraft& draft,
                                             SequenceId s,
                                             std::int32_t t,
@@ -246,14 +242,12 @@ template <PagePolicy P>
   plan.replaced = plan.replaced || plan.removal != Removal::stable_pack;
   plan.removal = Removal::stable_pack;
   const auto flags = draft.entries(s, t);
-  for (std::size_t e = 0; e < flags.size(); ++e) {
-    const auto entry = static_cast<std::int32_t>(e);
-    const bool fixed = leaves && draft.shared_entry(s, t, entry);
+  for (std::int32_t e = 0; e < plan.pages_before; ++e) {
     // Rows are counted from inside the page that is partly padding, so it stays, wanted or not.
-    const bool padded = entry * draft.view.page_size < plan.first_row;
-    flags[e] = static_cast<std::uint8_t>(!fixed   ? RowKind::free
-                                         : padded ? RowKind::locked
-                                                  : RowKind::dropped);
+    const bool padded = e * draft.view.page_size < plan.first_row;
+    const RowKind shared = padded ? RowKind::locked : RowKind::dropped;
+    const bool fixed = leaves && draft.shared_entry(s, t, e);
+    flags[static_cast<std::size_t>(e)] = static_cast<std::uint8_t>(fixed ? shared : RowKind::free);
   }
   const auto want = [&](std::int32_t row) {
     std::uint8_t& flag = flags[draft.entry_of(s, row)];
