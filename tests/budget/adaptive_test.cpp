@@ -122,6 +122,33 @@ TEST_CASE("adaptive: the floor forms mix what a head wins with its equal share",
         std::vector<std::int32_t>{1, 4, 2});
 }
 
+TEST_CASE("C25 adaptive: floor_rounded may lose up to one and a half rows per head",
+          "[budget][adaptive][fault]") {
+  // Both heads win 15 of 30 rows: round(0.7 * 15 + int(4.5)) = round(14.5) = 14 each.
+  World w{{{}, {}}, {0, 0}, {15, 15}};
+  for (std::vector<float>& head : w.scores) {
+    for (int r = 0; r < 20; ++r) { head.push_back(static_cast<float>(20 - r)); }
+  }
+  CHECK(rows_of({.safeguard = 0.3, .form = AdaptiveForm::floor_rounded}, w) ==
+        std::vector<std::int32_t>{14, 14});
+  std::mt19937 rng(25);
+  double most = 0, least = 0;
+  for (int i = 0; i < 3000; ++i) {
+    const World any = random_world(rng, false);
+    const double safeguard = static_cast<double>(rng() % 11) / 10;
+    const auto rows = rows_of({.safeguard = safeguard, .form = AdaptiveForm::floor_rounded}, any);
+    const auto exact = rows_of({.safeguard = safeguard, .form = AdaptiveForm::floor}, any);
+    double off = 0;
+    for (std::size_t h = 0; h < rows.size(); ++h) { off += rows[h] - exact[h]; }
+    off /= static_cast<double>(rows.size());
+    most = std::max(most, off);
+    least = std::min(least, off);
+  }
+  CHECK(most <= 0.5);
+  CHECK(least > -1.5);
+  CHECK(least < -0.5);  // more than half a row per head was lost
+}
+
 TEST_CASE("adaptive: the safeguard form equals sorting all rows of all heads",
           "[budget][adaptive][property]") {
   std::mt19937 rng(5);

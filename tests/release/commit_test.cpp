@@ -8,6 +8,7 @@
 
 #include <array>
 #include <cstdint>
+#include <limits>
 
 using namespace kvtrim;
 using namespace kvtrim::fault;
@@ -44,4 +45,15 @@ TEST_CASE(
     CHECK(report.released_pages == 1);
     CHECK(commit(plan, view, sink).status == Status::stale_plan);
   }
+}
+
+TEST_CASE("C21 a negative number of tokens takes none back", "[fault][truncate]") {
+  TestCache t({.pages = 8, .page_size = 4, .key_dim = 2});
+  const SequenceId s = t.filled(10);
+  for (const std::int32_t n : {-1, -2, std::numeric_limits<std::int32_t>::min()}) {
+    CHECK(t.cache.try_remove_last(s, n) == Status::ok);
+    CHECK(t.positions(s) == range(0, 10));
+  }
+  CHECK(t.cache.try_remove_last(s, std::numeric_limits<std::int32_t>::max()) == Status::ok);
+  CHECK(t.positions(s).empty());
 }

@@ -21,7 +21,9 @@ namespace kvtrim {
 enum class AdaptiveForm : std::uint8_t {
   safeguard,  ///< its best `safeguard * budget` rows stay, the others compete (kvpress)
   floor,  ///< (1 - safeguard) of the rows it wins + `safeguard` of its equal share (the authors' code); exact total
-  floor_rounded,  ///< the same, each head rounded on its own as in that code: the total may be off by half a row per head
+  /// The same, each head rounded on its own, and its share rounded down before, as in that code: the total may be above the
+  /// budget by half a row per head, or below by less than one and a half.
+  floor_rounded,
 };
 
 /// Which heads share one budget.

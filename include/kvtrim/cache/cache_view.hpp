@@ -101,15 +101,15 @@ struct CacheView {
     return static_cast<std::int64_t>(raw(s)) * tables_per_sequence() + t;
   }
   /// Entries behind the used ones of table `t` that are kept for rows to come.
-  [[nodiscard]] KVTRIM_HOST_DEVICE std::int32_t reserved(SequenceId s,
-                                                         std::int32_t t) const noexcept {
+  [[nodiscard]] KVTRIM_HOST_DEVICE constexpr std::int32_t reserved(SequenceId s,
+                                                                   std::int32_t t) const noexcept {
     return reserved_pages == nullptr ? 0 : reserved_pages[table_index(s, t)];
   }
 
   /// Live rows of (sequence, layer, KV head).
-  [[nodiscard]] KVTRIM_HOST_DEVICE std::int32_t live_rows(SequenceId s,
-                                                          LayerId l,
-                                                          HeadId h) const noexcept {
+  [[nodiscard]] KVTRIM_HOST_DEVICE constexpr std::int32_t live_rows(SequenceId s,
+                                                                    LayerId l,
+                                                                    HeadId h) const noexcept {
     if (last_page_len != nullptr) {
       const std::int32_t n = table.capacity(s, l, h) - reserved(s, table_of(l, h));
       return n == 0 ? 0 : (n - 1) * page_size + last_page_len[table.rows(s, l, h)];
@@ -120,9 +120,9 @@ struct CacheView {
   }
 
   /// State of (sequence, layer, KV head); where the engine keeps none, that of a prompt from which nothing was evicted.
-  [[nodiscard]] KVTRIM_HOST_DEVICE SequenceState state(SequenceId s,
-                                                       LayerId l,
-                                                       HeadId h) const noexcept {
+  [[nodiscard]] KVTRIM_HOST_DEVICE constexpr SequenceState state(SequenceId s,
+                                                                 LayerId l,
+                                                                 HeadId h) const noexcept {
     if (states != nullptr) { return states[table_index(s, table_of(l, h))]; }
     SequenceState fresh;
     fresh.live_rows = lengths != nullptr || last_page_len != nullptr ? live_rows(s, l, h) : 0;
@@ -132,7 +132,7 @@ struct CacheView {
   }
 
   /// Rows of left padding of sequence `s`.
-  [[nodiscard]] KVTRIM_HOST_DEVICE std::int32_t first_row(SequenceId s) const noexcept {
+  [[nodiscard]] KVTRIM_HOST_DEVICE constexpr std::int32_t first_row(SequenceId s) const noexcept {
     return first_rows == nullptr ? 0 : first_rows[raw(s)];
   }
 

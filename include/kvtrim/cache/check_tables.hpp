@@ -28,10 +28,10 @@ namespace detail {
 
 // Entries of a table that hold rows, padding included; 64 bits: the length is not trusted yet. A table without rows has
 // those that only its padding uses: reserved ones are behind them.
-[[nodiscard]] KVTRIM_HOST_DEVICE inline std::int64_t used_entries(const CacheView& view,
-                                                                  SequenceId s,
-                                                                  LayerId l,
-                                                                  HeadId h) noexcept {
+[[nodiscard]] KVTRIM_HOST_DEVICE constexpr std::int64_t used_entries(const CacheView& view,
+                                                                     SequenceId s,
+                                                                     LayerId l,
+                                                                     HeadId h) noexcept {
   const std::int64_t live = view.live_rows(s, l, h);
   const std::int64_t rows =
       live + (view.state(s, l, h).append_row >= 0 ? 1 : 0) + view.first_row(s);
@@ -39,9 +39,9 @@ namespace detail {
                    : (rows + view.page_size - 1) / view.page_size;
 }
 
-[[nodiscard]] KVTRIM_HOST_DEVICE inline ViewFault check_length(const CacheView& view,
-                                                               SequenceId s,
-                                                               std::int32_t t) noexcept {
+[[nodiscard]] KVTRIM_HOST_DEVICE constexpr ViewFault check_length(const CacheView& view,
+                                                                  SequenceId s,
+                                                                  std::int32_t t) noexcept {
   const LayerId l = view.first_layer(t);
   const HeadId h = view.first_head(t);
   const auto fault = [&](Status status, std::int64_t value, std::int64_t expected = 0) {
@@ -58,7 +58,7 @@ namespace detail {
   const SequenceState state = view.state(s, l, h);
   const std::int64_t rows = live + (state.append_row >= 0 ? 1 : 0) + view.first_row(s);
   if (live < 0 || view.first_row(s) < 0 || view.reserved(s, t) < 0 || rows > 0x7FFF'FFFF ||
-      (rows + view.page_size - 1) / view.page_size > room) {
+      rows > room * view.page_size) {
     return fault(Status::length_beyond_table, live);
   }
   if (view.states == nullptr) { return {}; }

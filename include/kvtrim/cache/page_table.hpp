@@ -47,9 +47,9 @@ struct PageTable {
   }
 
   /// Entries a row has room for.
-  [[nodiscard]] KVTRIM_HOST_DEVICE std::int32_t capacity(SequenceId s,
-                                                         LayerId l,
-                                                         HeadId h) const noexcept {
+  [[nodiscard]] KVTRIM_HOST_DEVICE constexpr std::int32_t capacity(SequenceId s,
+                                                                   LayerId l,
+                                                                   HeadId h) const noexcept {
     if (indptr == nullptr) { return max_pages; }
     const std::int64_t r = rows(s, l, h);
     return indptr[r + 1] - indptr[r];

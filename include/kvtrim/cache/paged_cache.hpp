@@ -300,9 +300,12 @@ class PagedCache {
   }
 
   /// Forgets the last `n` tokens, or all if there are fewer. See `try_truncate`.
+  /// \pre `n` is not negative; none is forgotten then
   Status try_remove_last(SequenceId s, std::int32_t n) noexcept {
+    KVTRIM_ASSERT(n >= 0);
     if (!alive(s)) { return Status::no_such_sequence; }
-    return try_truncate(s, Position{std::max(0, raw(next_position(s)) - n)});
+    const std::int32_t next = raw(next_position(s));
+    return try_truncate(s, Position{next - std::clamp(n, 0, next)});
   }
 
   /// View of all `max_sequences` sequences; those that are not alive have no rows.

@@ -6,6 +6,12 @@
 #include <cassert>
 #include <cstring>
 
+// Compensated sums, NaN and infinities need arithmetic as it is written: without it sums lose digits and a query that
+// overflows makes every score NaN.
+#if defined(__FAST_MATH__) || (defined(__FINITE_MATH_ONLY__) && __FINITE_MATH_ONLY__ == 1)
+#  error "kvtrim: compile without -ffast-math and -ffinite-math-only the files that include kvtrim"
+#endif
+
 #if defined(__CUDACC__)
 // Always inlined: a call from a kernel would put its view on the stack.
 #  define KVTRIM_HOST_DEVICE __host__ __device__ __forceinline__

@@ -169,6 +169,9 @@ struct PageScoreArray {
   }
 };
 
+/// The one negative number among `Observation::budgets`: the policy's own budget.
+inline constexpr std::int32_t policy_budget = -1;
+
 /// What a plan may look at besides the cache. Every array begins with the view's first layer.
 ///
 /// \par Source
@@ -180,12 +183,12 @@ struct Observation {
   QueryStatistics statistics{};           ///< for ExpectedAttention
   OutputProjection output{};              ///< for CriticalKV and `OutputNorm`
   PageScoreArray page_scores{};           ///< from `accumulate_page_scores`, for page policies
-  const std::int32_t* budgets = nullptr;  ///< rows to keep; null: the policy's own budget
+  const std::int32_t* budgets = nullptr;  ///< rows to keep, or `policy_budget`; null: the policy's
   RowMap budget_rows{};                   ///< index of (sequence, layer, KV head) in `budgets`
 
-  /// Budget given for (sequence, layer, KV head); -1: none.
+  /// Budget given for (sequence, layer, KV head); `policy_budget`: none.
   [[nodiscard]] std::int32_t budget(SequenceId s, LayerId l, HeadId h) const noexcept {
-    return budgets == nullptr ? -1 : budgets[budget_rows(s, l, h)];
+    return budgets == nullptr ? policy_budget : budgets[budget_rows(s, l, h)];
   }
 };
 

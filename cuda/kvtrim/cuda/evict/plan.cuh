@@ -95,17 +95,18 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(table_threads)
     const HeadId h = view.first_head(t);
     const SequenceState state = view.state(s, l, h);
     const std::int64_t live = view.live_rows(s, l, h);
-    const std::int64_t used = kvtrim::detail::used_entries(view, s, l, h);
+    const int first_row = view.first_row(s);
+    const std::int64_t rows = live + (state.append_row >= 0 ? 1 : 0) + first_row;
+    const std::int64_t used = live == 0 ? 0 : (rows + view.page_size - 1) / view.page_size;
     const long long place = static_cast<long long>(t) * plan.sequences + raw(s);
-    const ViewFault fault = kvtrim::detail::check_length(view, s, t);
-    const bool too_long =
-        live + (state.append_row >= 0 ? 1 : 0) + view.first_row(s) > plan.max_rows;
+    const bool bad_length = live < 0 || first_row < 0 || used > view.table.capacity(s, l, h);
+    const bool too_long = rows > plan.max_rows;
     if (threadIdx.x == 0) {
-      if (!verify && (fault.status != Status::ok || too_long)) {
+      if (!verify && (bad_length || too_long)) {
         note_fault(plan.control,
                    phase_check,
                    place,
-                   fault.status != Status::ok ? fault.status : Status::workspace_too_small);
+                   bad_length ? Status::length_beyond_table : Status::workspace_too_small);
       }
       if (!verify && view.k.layer_bases != nullptr &&
           (address_bits(view.k.layer_bases[raw(l)]) &
@@ -127,7 +128,7 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(table_threads)
           scramble(static_cast<unsigned long long>(i), lengths) +
               scramble(~static_cast<unsigned long long>(i), state.generation - (raised ? 1U : 0U)));
     }
-    if (fault.status != Status::ok || too_long) { continue; }
+    if (bad_length || too_long || state.append_row > live) { continue; }  // `open` names the latter
     unsigned long long sum = 0;
     for (std::int64_t e = threadIdx.x; e < used; e += table_threads) {
       const PageId k = view.k_page(s, l, h, static_cast<std::int32_t>(e));
@@ -137,7 +138,7 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(table_threads)
         const bool in_pool = raw(p) >= 0 && raw(p) < view.pages;
         const bool may_write = in_pool && view.writable(p);
         writable |= may_write ? bit : 0U;
-        if (verify || e < view.first_row(s) / view.page_size) { return; }
+        if (verify || e < first_row / view.page_size) { return; }
         if (!in_pool) {
           note_fault(plan.control, phase_check, place, Status::page_out_of_range);
         } else if (may_write) {
@@ -249,6 +250,7 @@ __global__ void open_kernel(P policy, CacheView view, DevicePlan plan, OpenInput
     table.removal = input.removal;
     table.positions_known = view.knows_positions(s, t);
     Status status = usable(demand.status) ? Status::ok : demand.status;
+    bool bad_budget = false;
     if (input.budgets != nullptr) {
       for (std::int32_t dl = 0; dl < view.layers_per_table(); ++dl) {
         for (std::int32_t dh = 0; dh < view.heads_per_table(); ++dh) {
@@ -256,6 +258,9 @@ __global__ void open_kernel(P policy, CacheView view, DevicePlan plan, OpenInput
               demand_of(policy, view, input, s, LayerId{raw(l0) + dl}, HeadId{raw(h0) + dh});
           const std::int32_t theirs = other.keep < live ? other.keep : live;
           if (theirs != (evicts ? demand.keep : live)) { status = Status::unequal_budget; }
+          const LayerId layer{raw(l0) + dl};
+          const HeadId head{raw(h0) + dh};
+          bad_budget = bad_budget || input.budgets[input.budget_rows(s, layer, head)] < -1;
         }
       }
     }
@@ -277,6 +282,10 @@ __global__ void open_kernel(P policy, CacheView view, DevicePlan plan, OpenInput
       // Rank of the row that left the window, for `overwrite_slot`.
       table.shared_kept = demand.window;
     }
+    if (bad_budget) { status = Status::bad_observation; }
+    // Lengths were checked before anything was read by them; states are, before anything is planned by them.
+    const Status sound = kvtrim::detail::check_length(view, s, t).status;
+    if (sound != Status::ok) { status = sound; }
     plan.table_plans[plan.table_index(s, t)] = table;
     // If every competing row goes, no scores are needed.
     const CandidateRange range = candidates(demand.protection, live);

@@ -254,6 +254,9 @@ template <Policy P, Executor E>
     const bool served = choose_removal(policy, draft, state, demand, plan);
     if (!usable(demand.status)) { status = demand.status; }
     draft.for_each_head(s, t, [&](const HeadRef& head) {
+      if (obs.budget(s, head.layer, head.head) < policy_budget) {
+        status = Status::bad_observation;
+      }
       const std::int32_t keep = demand_of(policy, obs, draft, head).keep;
       if (std::min(keep, plan.live_before) != std::min(demand.keep, plan.live_before)) {
         status = Status::unequal_budget;
