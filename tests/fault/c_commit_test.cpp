@@ -97,6 +97,9 @@ TEST_CASE("C01 between apply and commit a sequence may only end", "[fault][commi
   CHECK(t.cache.try_remove_last(a, 1) == Status::eviction_open);
   CHECK(t.cache.try_make_private(a) == Status::eviction_open);
   CHECK(t.cache.try_cancel_step(a) == Status::eviction_open);
+  const std::vector<float> rows(4);
+  CHECK(t.cache.write(a, LayerId{1}, {rows.data()}, {rows.data()}) == Status::eviction_open);
+  CHECK(t.cache.written(a, LayerId{1}) == Status::eviction_open);
   Status why = Status::ok;
   CHECK_FALSE(t.cache.try_fork(a, &why).has_value());
   CHECK(why == Status::eviction_open);
@@ -175,6 +178,7 @@ TEST_CASE("C01 a plan that changes nothing is never stale", "[fault][commit]") {
   const Report report = commit(plan, view, sink);
   CHECK(report.status == Status::ok);
   CHECK(report.dropped_pages == 0);
+  CHECK(commit(plan, view, sink).status == Status::ok);
   CHECK(t.positions(a) == range(0, 22));
 }
 

@@ -2,6 +2,7 @@
 // Rows that must stay, and orders that nothing records.
 #include <kvtrim/evict/planner.hpp>
 
+#include <kvtrim/observe/recorder.hpp>
 #include <kvtrim/policy/chunk_kv.hpp>
 #include <kvtrim/policy/external.hpp>
 #include <kvtrim/policy/heavy_hitter.hpp>
@@ -11,6 +12,7 @@
 #include <kvtrim/policy/tova.hpp>
 #include <kvtrim/score/chunked.hpp>
 #include <kvtrim/score/key_norm.hpp>
+#include <kvtrim/score/row_local.hpp>
 
 #include "catch.hpp"
 #include "fault/fault_support.hpp"
@@ -184,6 +186,38 @@ TEST_CASE("C03 scores that depend on positions are refused where they are unknow
       CHECK(status(Tova({.budget = 8})) == wanted);
     }
   }
+}
+
+TEST_CASE("C03 without positions new rows are the last, and sums of several queries are refused",
+          "[fault][order]") {
+  StateEngine e(false, 10);
+  e.state.next_position = 14;  // four rows have gone before
+  std::vector<float> plane(32, -777.0F), compensations(32);
+  const SequencePlane scores = SequencePlane::dense(plane.data(), 1, 1, 32);
+  for (const std::int32_t rows : {1, 2, 3}) {
+    std::fill(plane.begin(), plane.end(), -777.0F);
+    std::vector<std::byte> scratch(score_new_rows_bytes(KeyNormParams{}, plan_shape(e.view), rows));
+    REQUIRE(score_new_rows(KeyNormParams{}, e.view, {}, rows, {}, scores, scratch) == Status::ok);
+    for (std::int32_t r = 0; r < 10; ++r) {
+      CHECK((plane[index(r)] != -777.0F) == (r >= 10 - rows));
+    }
+  }
+  e.view.score_sums = scores;
+  e.view.score_compensations = SequencePlane::dense(compensations.data(), 1, 1, 32);
+  const HeavyHitter policy({.heavy = 4, .recent = 4});
+  Recorder recorder(needs(policy), {.query_heads = 1, .kv_heads = 1, .head_dim = 2, .lse = true});
+  const Queries q = make_queries(12, 2, 1, 2);
+  const std::array<float, 2> lse{3, 3};
+  LayerStep step;
+  step.queries.data = q.data.data();
+  step.queries.query_heads = 1;
+  step.queries.row_stride = 2;
+  step.queries.lse = lse.data();
+  step.queries.rows = 2;
+  CHECK(recorder.record(e.view, step) == Status::bad_observation);
+  CHECK(recorder.fault().what == "row positions");
+  step.queries.rows = 1;  // the newest query sees every row
+  CHECK(recorder.record(e.view, step) == Status::ok);
 }
 
 TEST_CASE("C04 rows lose their order only where it is recorded", "[fault][order]") {

@@ -3,6 +3,7 @@
 #include <kvtrim/evict/planner.hpp>
 
 #include <kvtrim/cache/check_tables.hpp>
+#include <kvtrim/evict/plan_bytes.hpp>
 #include <kvtrim/policy/external.hpp>
 #include <kvtrim/policy/heavy_hitter.hpp>
 #include <kvtrim/policy/streaming_sink.hpp>
@@ -154,4 +155,22 @@ TEST_CASE("C10 reserved pages of a padded sequence without rows lie behind the p
   CHECK(status() == Status::page_twice);
   engine.ids[6] = -1;
   CHECK(status() == Status::page_out_of_range);
+}
+
+TEST_CASE("C10 a plan with an empty sequence behind padding or reserved pages can be sent",
+          "[fault][reserved]") {
+  for (const bool padded : {false, true}) {
+    EnginePages engine(16, 4, 1, 2, {{3, 1, 4, 7}, {2, 5, 6, 9}});
+    engine.fill(0, 8);
+    engine.padding[1] = padded ? 12 : 0;
+    const std::array<std::int32_t, 2> reserved{0, padded ? 0 : 4};
+    CacheView view = engine.view();
+    view.reserved_pages = reserved.data();
+    Prepared prepared(view, {});
+    const PlanRef made = prepared.plan(StreamingSink({.sinks = 1, .recent = 1}), view);
+    REQUIRE(made.status() == Status::ok);
+    Plan sent = Plan::from_bytes(made.bytes());
+    CHECK(sent.view().status() == Status::ok);
+    CHECK(apply(sent.ref(), view) == Status::ok);
+  }
 }

@@ -280,8 +280,14 @@ class World {
   }
   void write(std::int32_t s, std::int32_t l) {
     Sequence& q = sequences_[at(s)];
+    bool applied = false;
+    for (std::int32_t h = 0; q.alive && h < x_.heads; ++h) {
+      const std::int32_t t = kvtrim::table_of(x_.scope, x_.heads, LayerId{l}, HeadId{h});
+      applied = applied || q.applied[at(t)];
+    }
     const Status wanted = !q.alive             ? Status::no_such_sequence
                           : q.unwritten[at(l)] ? Status::ok
+                          : applied            ? Status::eviction_open
                                                : Status::no_open_step;
     if (x_.foreign && wanted != Status::ok) { return; }
     std::vector<float> keys, values;

@@ -223,7 +223,8 @@ class PagedCache {
   /// \param keys      [n, kv_heads, key_dim], rotated as attention uses them
   /// \param values    [n, kv_heads, value_dim]
   /// \param unrotated [n, kv_heads, key_dim] keys before RoPE; only with `Params::unrotated_keys`
-  /// \returns `ok`; `no_open_step` (there is none, or the layer is written), `no_such_sequence`: nothing was changed
+  /// \returns `ok`; `no_open_step` (there is none, or the layer is written), `eviction_open`, `no_such_sequence`: nothing was
+  ///   changed
   /// \par Thread-safety
   /// calls for different (sequence, layer) from many threads
   Status write(SequenceId s,
@@ -232,7 +233,7 @@ class PagedCache {
                RowSource values,
                RowSource unrotated = {}) noexcept {
     if (!alive(s)) { return Status::no_such_sequence; }
-    if (unwritten_[layer_index(s, layer)] == 0) { return Status::no_open_step; }
+    if (unwritten_[layer_index(s, layer)] == 0) { return closed(s, layer); }
     const CacheView all = view();
     KVTRIM_ASSERT((unrotated.data != nullptr) == params_.unrotated_keys);
     for (std::int32_t h = 0; h < params_.kv_heads; ++h) {
@@ -260,7 +261,7 @@ class PagedCache {
   Status written(SequenceId s, LayerId layer) noexcept {
     if (!alive(s)) { return Status::no_such_sequence; }
     if (std::exchange(unwritten_[layer_index(s, layer)], std::uint8_t{0}) == 0) {
-      return Status::no_open_step;
+      return closed(s, layer);
     }
     // Other threads may be writing other layers of a table.
     const bool last = std::atomic_ref(unwritten_layers_[index(raw(s))]).fetch_sub(1) == 1;
@@ -499,6 +500,14 @@ class PagedCache {
   void touch(SequenceId s, std::int32_t t) noexcept { state_of(s, t).generation = ++clock_; }
   [[nodiscard]] std::size_t layer_index(SequenceId s, LayerId l) const noexcept {
     return index(static_cast<std::int64_t>(raw(s)) * params_.layers + raw(l));
+  }
+  // Why a layer cannot be written.
+  [[nodiscard]] Status closed(SequenceId s, LayerId layer) const noexcept {
+    bool applied = false;
+    for (std::int32_t h = 0; h < params_.kv_heads; ++h) {
+      applied = applied || state(s, layer, HeadId{h}).applied;
+    }
+    return applied ? Status::eviction_open : Status::no_open_step;
   }
   // Marks all layers as to be written, or none.
   void open_layers(SequenceId s, std::uint8_t open) noexcept {

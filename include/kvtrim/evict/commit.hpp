@@ -92,9 +92,9 @@ Report commit(const PlanRef& plan, const CacheView& view, S& sink) noexcept {
   report.status = plan.status();
   detail::PlanHeader* const header = plan.own_header();
   if (!usable(plan.status()) || header == nullptr) { return report; }
-  if (header->stage != detail::PlanStage::applied) {
-    report.status =
-        header->stage == detail::PlanStage::planned ? Status::not_applied : Status::stale_plan;
+  const bool twice = header->stage == detail::PlanStage::committed && !plan.empty();
+  if (header->stage == detail::PlanStage::planned || twice) {
+    report.status = twice ? Status::stale_plan : Status::not_applied;
     return report;
   }
   header->stage = detail::PlanStage::committed;
@@ -132,7 +132,8 @@ Report commit(const PlanRef& plan, const CacheView& view, S& sink) noexcept {
     for (const PageId p : plan.released(s, t)) {
       ++report.dropped_pages;
       report.released_pages += sink.release(p) ? 1 : 0;
-      KVTRIM_ASSERT(header->magic == detail::plan_magic && "the plan's workspace was used again");
+      KVTRIM_ASSERT(header->stage == detail::PlanStage::committed &&
+                    "the plan's workspace was used again");
     }
   });
   return report;

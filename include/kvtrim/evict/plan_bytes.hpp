@@ -67,9 +67,12 @@ inline constexpr Status last_status = Status::torn;
     return p.status <= last_status && p.removal <= Removal::stable_pack &&
            within(p.extent_before, 0, x.max_rows) && within(p.live_before, 0, p.extent_before) &&
            within(p.live_after, 0, p.live_before) && within(p.append_row, -1, p.extent_before) &&
-           within(p.first_row, 0, x.max_rows - p.extent_before) &&
+           within(
+               p.first_row, 0, p.live_before == 0 ? p.first_row : x.max_rows - p.extent_before) &&
            within(p.pages_before, 0, max_pages) && within(p.pages_after, 0, p.pages_before) &&
-           within(p.reserved_before, 0, max_pages - p.pages_before) &&
+           within(p.reserved_before,
+                  0,
+                  p.live_before == 0 ? p.reserved_before : max_pages - p.pages_before) &&
            within(p.reserved_after, 0, p.reserved_before) && within(p.released, 0, 2 * max_pages) &&
            within(p.shared_kept, 0, p.pages_after) && within(p.spare_pages, 0, p.pages_after) &&
            std::ranges::all_of(plan.sources(s, t), [&, to = 0](std::int32_t e) mutable {

@@ -123,7 +123,8 @@ Status score_new_rows(const Scores& scores,
     const std::int32_t first = live - count;
     if (count < 1) { continue; }
     const Position oldest{head.state().next_position - rows};
-    if (first == 0 || head.position(first) >= oldest) {
+    const bool in_order = !view.knows_positions(s, head.table());  // no hole was ever filled
+    if (first == 0 || in_order || head.position(first) >= oldest) {
       write(first, count);
       continue;
     }

@@ -458,6 +458,35 @@ TEST_CASE("cuda::plan: a second apply, a changed table or a commit too early are
   CHECK(world.device().pool.download() == once);
 }
 
+TEST_CASE("C01 cuda::commit: other sequences go on after apply, a changed table is refused",
+          "[cuda][fault]") {
+  WorldShape shape;
+  World world(shape);
+  std::int32_t longest = 0;
+  for (const SequenceState& state : world.host().states) {
+    longest = std::max(longest, state.live_rows);
+  }
+  const StreamingSink<SinkForm::exact> policy({.sinks = 1, .recent = longest - 2});
+  DeviceSide side(world, policy);
+  const CacheView device = world.device_view();
+  ok(cuda::plan(policy, device, {}, side.workspace, nullptr));
+  ok(cuda::apply(side.workspace, device, nullptr));
+  auto states = world.device().states.download();
+  std::size_t evicting = 0, other = 0;
+  for (std::size_t i = 0; i < states.size(); ++i) { (states[i].applied ? evicting : other) = i; }
+  REQUIRE(states[evicting].applied);
+  REQUIRE_FALSE(states[other].applied);
+  const bool torn = GENERATE(false, true);
+  ++states[torn ? evicting : other].generation;
+  world.device().states.upload(states);
+  cuda::DeviceTables tables;
+  tables.ids = world.device().ids.data();
+  ok(cuda::commit(side.workspace, device, tables, nullptr));
+  CHECK(side.report().status == (torn ? Status::stale_plan : Status::ok));
+  const auto after = world.device().states.download();
+  CHECK(after[evicting].live_rows == (torn ? longest : longest - 1));
+}
+
 TEST_CASE("C04 C05 C11 cuda::plan: states and orders that the host refuses, the device refuses",
           "[cuda][parity][fault]") {
   WorldShape shape;

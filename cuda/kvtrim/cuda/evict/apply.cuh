@@ -41,6 +41,7 @@ __global__ void gate_kernel(CacheView view, DevicePlan plan, DeviceStage from, D
     control.current = 0;
     if (control.go != 0) {
       control.stage = to;
+      if (to == DeviceStage::applied) { control.generation = 0; }  // `record` sums it up anew
     } else if (may) {
       plan.report->status = from == DeviceStage::applied && control.stage == DeviceStage::planned
                                 ? Status::not_applied
@@ -412,7 +413,7 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(move_threads, 2)
                          view,
                          plan,
                          1,
-                         true);
+                         CheckPass::apply);
   if (e != cudaSuccess) { return e; }
   e = launch(gate_kernel<>,
              dim3(1),
@@ -423,6 +424,16 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(move_threads, 2)
              plan,
              DeviceStage::planned,
              DeviceStage::applied);
+  if (e != cudaSuccess) { return e; }
+  e = launch(check_kernel<>,
+             dim3(bounded_grid(plan.all_tables())),
+             dim3(table_threads),
+             0,
+             stream,
+             view,
+             plan,
+             1,
+             CheckPass::record);
   if (e != cudaSuccess) { return e; }
   const std::int64_t tiles =
       plan.heads() * ((static_cast<std::int64_t>(plan.max_rows) + move_tile - 1) / move_tile);

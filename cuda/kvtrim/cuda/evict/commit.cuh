@@ -139,7 +139,8 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(table_threads)
   if (view.sequences == 0) { return cudaSuccess; }
   const dim3 threads(table_threads);
   const dim3 tables(bounded_grid(plan.all_tables()));
-  cudaError_t e = launch(check_kernel<>, tables, threads, 0, stream, view, plan, 1, true);
+  cudaError_t e =
+      launch(check_kernel<>, tables, threads, 0, stream, view, plan, 1, CheckPass::commit);
   if (e != cudaSuccess) { return e; }
   e = launch(gate_kernel<>,
              dim3(1),

@@ -84,11 +84,22 @@ __global__ void clear_kernel(DevicePlan plan) {
   }
 }
 
-// A block: one table. Checks lengths and ids, and adds up the generation; `verify`: only the latter.
+/// What `check_kernel` is for. `plan` checks lengths and ids, and sums up the generation of all tables; `apply` only the latter.
+/// Once rows are moved, only the tables that evict count, and not which of their pages may be written: `record` sums up their
+/// generation as `apply` leaves it, `commit` as it finds it.
+enum class CheckPass : std::int32_t { plan, apply, record, commit };
+
+// A block: one table.
 template <class = void>
 __global__ void KVTRIM_LAUNCH_BOUNDS(table_threads)
-    check_kernel(CacheView view, DevicePlan plan, std::int32_t layer_base_unit, bool verify) {
+    check_kernel(CacheView view, DevicePlan plan, std::int32_t layer_base_unit, CheckPass pass) {
+  const bool verify = pass != CheckPass::plan;
+  const bool moved = pass == CheckPass::record || pass == CheckPass::commit;
+  if (pass == CheckPass::record && plan.control->go == 0) { return; }
+  unsigned long long* const to =
+      pass == CheckPass::record ? &plan.control->generation : &plan.control->current;
   for (std::int64_t i = blockIdx.x; i < plan.all_tables(); i += gridDim.x) {
+    if (moved && !plan.table_plans[i].evicts) { continue; }
     const auto t = static_cast<int>(i % plan.tables);
     const SequenceId s{static_cast<std::int32_t>(i / plan.tables)};
     const LayerId l = view.first_layer(t);
@@ -118,15 +129,11 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(table_threads)
            static_cast<std::uint64_t>(layer_base_unit - 1)) != 0) {
         note_fault(plan.control, phase_check, place, Status::bad_observation);
       }
-      // `apply` increments the generation of states itself; `commit` must still recognise the view.
-      const bool raised = verify && view.states != nullptr &&
-                          plan.control->stage == DeviceStage::applied && plan.table_plans[i].evicts;
       const unsigned long long lengths = static_cast<unsigned long long>(live) << 32U |
                                          static_cast<std::uint32_t>(state.append_row);
-      atomicAdd(
-          &plan.control->current,
-          scramble(static_cast<unsigned long long>(i), lengths) +
-              scramble(~static_cast<unsigned long long>(i), state.generation - (raised ? 1U : 0U)));
+      atomicAdd(to,
+                scramble(static_cast<unsigned long long>(i), lengths) +
+                    scramble(~static_cast<unsigned long long>(i), state.generation));
     }
     if (bad_length || too_long || state.append_row > live) { continue; }  // `open` names the latter
     unsigned long long sum = 0;
@@ -156,9 +163,9 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(table_threads)
           static_cast<std::uint32_t>(raw(v));
       sum +=
           scramble(scramble(static_cast<unsigned long long>(i), static_cast<unsigned long long>(e)),
-                   scramble(ids, writable));
+                   scramble(ids, moved ? 0U : writable));
     }
-    if (sum != 0) { atomicAdd(&plan.control->current, sum); }
+    if (sum != 0) { atomicAdd(to, sum); }
   }
 }
 
@@ -168,6 +175,7 @@ struct OpenInput {
   RowMap budget_rows;
   Removal removal;
   bool named;  // by the options
+  bool given;  // scores
   bool out_of_place;
   bool by_position;
 };
@@ -222,7 +230,9 @@ __global__ void open_kernel(P policy, CacheView view, DevicePlan plan, OpenInput
     const SequenceState state = view.state(s, l, h);
     const std::int32_t live = view.live_rows(s, l, h);
     const Demand demand = demand_of(policy, view, input, s, l, h);
-    const bool evicts = demand.keep < live;
+    // Lengths were checked before anything was read by them; states are, before anything is chosen by them.
+    const Status sound = kvtrim::detail::check_length(view, s, t).status;
+    const bool evicts = demand.keep < live && sound == Status::ok;
     if (evicts) {
       const CandidateRange range = candidates(demand.protection, live);
       SelectTask task;
@@ -265,6 +275,10 @@ __global__ void open_kernel(P policy, CacheView view, DevicePlan plan, OpenInput
       }
     }
     if (evicts) {
+      // Some scores depend on positions: none is made where they are unknown.
+      if (!input.by_position && !input.given && !table.positions_known) {
+        status = Status::bad_observation;
+      }
       const bool overwrites = table.removal == Removal::overwrite_slot;
       const bool loses_order = overwrites || table.removal == Removal::fill_holes;
       const bool unrecorded = loses_order && (view.states == nullptr || !view.positions);
@@ -283,8 +297,6 @@ __global__ void open_kernel(P policy, CacheView view, DevicePlan plan, OpenInput
       table.shared_kept = demand.window;
     }
     if (bad_budget) { status = Status::bad_observation; }
-    // Lengths were checked before anything was read by them; states are, before anything is planned by them.
-    const Status sound = kvtrim::detail::check_length(view, s, t).status;
     if (sound != Status::ok) { status = sound; }
     plan.table_plans[plan.table_index(s, t)] = table;
     // If every competing row goes, no scores are needed.
@@ -990,6 +1002,7 @@ template <Policy P>
                         obs.budget_rows,
                         removal,
                         options.removal != Removal::automatic,
+                        given,
                         options.out_of_place,
                         Scorer::by_position};
 
@@ -1001,7 +1014,15 @@ template <Policy P>
              stream,
              made);
   if (e != cudaSuccess) { return e; }
-  e = launch(check_kernel<>, tables, threads, 0, stream, view, made, layer_base_unit(view), false);
+  e = launch(check_kernel<>,
+             tables,
+             threads,
+             0,
+             stream,
+             view,
+             made,
+             layer_base_unit(view),
+             CheckPass::plan);
   if (e != cudaSuccess) { return e; }
   e = check_device_layout(view, made, stream);
   if (e != cudaSuccess) { return e; }

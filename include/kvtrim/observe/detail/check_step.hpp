@@ -4,6 +4,7 @@
 // Everything that can be wrong with what a Recorder is given in a step, before anything is written.
 
 #include <kvtrim/cache/cache_view.hpp>
+#include <kvtrim/cache/head_ref.hpp>
 #include <kvtrim/core/dtype.hpp>
 #include <kvtrim/observe/layer_step.hpp>
 #include <kvtrim/policy/needs.hpp>
@@ -76,6 +77,11 @@ namespace kvtrim::detail {
   if (sums && (!view.score_sums || !view.score_compensations)) {
     return bad_step("score planes", view.score_sums || view.score_compensations ? 1 : 0, 2);
   }
+  bool several = false;
+  for (std::int32_t s = 0; s < view.sequences; ++s) {
+    several = several || q.count(SequenceId{s}) > 1;
+  }
+  if (from_lse && several && !knows_positions(view)) { return bad_step("row positions", 0, 1); }
   const QueryBlock& before = step.unrotated;
   if (needs.moments && (before.data == nullptr || before.query_heads != p.query_heads)) {
     return bad_step("unrotated", before.query_heads, p.query_heads);
