@@ -13,6 +13,7 @@
 #include <kvtrim/evict/rerotate.hpp>
 #include <kvtrim/observe/query_ring.hpp>
 
+#include "catch.hpp"
 #include "support/instances.hpp"
 
 #include <algorithm>

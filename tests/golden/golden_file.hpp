@@ -6,6 +6,8 @@
 #include <kvtrim/cache/paged_cache.hpp>
 #include <kvtrim/observe/observation.hpp>
 
+#include "catch.hpp"
+
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>

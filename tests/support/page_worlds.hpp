@@ -9,6 +9,7 @@
 #include <kvtrim/evict/commit.hpp>
 #include <kvtrim/evict/evict.hpp>
 #include <kvtrim/evict/planner.hpp>
+#include "catch.hpp"
 #include "support/instances.hpp"
 #include "support/random.hpp"
 

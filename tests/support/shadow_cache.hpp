@@ -10,6 +10,7 @@
 #include <kvtrim/core/removal.hpp>
 #include <kvtrim/evict/rerotate.hpp>
 #include <kvtrim/observe/observation.hpp>
+#include "catch.hpp"
 #include "support/random.hpp"
 #include "support/rope_model.hpp"
 

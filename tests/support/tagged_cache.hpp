@@ -7,6 +7,7 @@
 #include <kvtrim/cache/paged_cache.hpp>
 #include <kvtrim/evict/evict.hpp>
 
+#include "catch.hpp"
 #include "support/instances.hpp"
 
 #include <algorithm>
