@@ -370,6 +370,7 @@ class Recorder {
     return seen;
   }
   [[nodiscard]] QueryStatistics statistics_from(LayerId first, std::int32_t layers) const noexcept {
+    if (!moments_) { return {}; }
     QueryStatistics s = moments_->statistics();
     const std::int64_t means = static_cast<std::int64_t>(raw(first)) * s.query_heads * s.dim;
     s.mean += means;

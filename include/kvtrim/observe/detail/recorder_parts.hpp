@@ -74,7 +74,7 @@ inline void check_recorder(const Needs& needs, const RecorderParams& p) {
           .layers = p.layers,
           .query_heads = p.query_heads,
           .head_dim = p.head_dim,
-          .sinks = needs.moments->sinks};
+          .sinks = needs.moments.value_or(MomentParams{}).sinks};
 }
 
 /// Of one worker.
