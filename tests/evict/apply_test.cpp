@@ -329,7 +329,7 @@ TEST_CASE("apply: threads leave the same bytes as one thread", "[apply][property
         const ByScore policy{.keep = 17, .recent = 3, .way = way};
         const CacheView view = c.view();
         std::vector<std::byte> workspace(
-            plan_workspace_bytes(policy, plan_shape(view, obs, test::Threads::count)));
+            plan_workspace_bytes(policy, plan_shape(view, obs, test::Threads{}.count)));
         const Report report =
             threads ? evict(policy, c.cache, view, obs, workspace, {}, test::Threads{})
                     : evict(policy, c.cache, view, obs, workspace);

@@ -222,7 +222,7 @@ TEST_CASE("evict: threads decide and move as one thread does", "[evict][property
         }
       }
       std::vector<std::byte> workspace(
-          plan_workspace_bytes(policy, plan_shape(view, {}, test::Threads::count)));
+          plan_workspace_bytes(policy, plan_shape(view, {}, test::Threads{}.count)));
       const Report report = threads
                                 ? evict(policy, c.cache, view, {}, workspace, {}, test::Threads{})
                                 : evict(policy, c.cache, view, {}, workspace);

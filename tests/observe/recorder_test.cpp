@@ -15,17 +15,16 @@
 
 #include "catch.hpp"
 #include "support/step_world.hpp"
+#include "support/threads.hpp"
 
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <limits>
 #include <stdexcept>
 #include <string>
-#include <thread>
 #include <vector>
 
 using namespace kvtrim;
@@ -122,23 +121,6 @@ std::vector<std::int32_t> positions_of(Recorder& recorder, std::int32_t slot) {
 }
 
 using Ints = std::vector<std::int32_t>;
-
-// Runs items on `count` threads, the last ones first.
-struct ManyThreads {
-  std::int32_t count = 1;
-  std::int32_t workers() const { return count; }
-  template <class F>
-  void for_each(std::int64_t n, F&& f) const noexcept {
-    std::atomic<std::int64_t> next{0};
-    std::vector<std::thread> threads;
-    for (std::int32_t w = 0; w < count; ++w) {
-      threads.emplace_back([&, w] {
-        for (std::int64_t i = next++; i < n; i = next++) { f(n - 1 - i, w); }
-      });
-    }
-    for (std::thread& t : threads) { t.join(); }
-  }
-};
 
 template <class F>
 std::string refusal(F&& f) {
@@ -320,7 +302,7 @@ TEST_CASE("recorder: 1, 2 and 8 threads leave the same bits", "[recorder][proper
       append_rows(world, batch);
       for (std::int32_t l = 0; l < 2; ++l) {
         const StepData data(world, batch, l);
-        REQUIRE(recorder.record(world.view(), data.step(l, true), ManyThreads{threads}) ==
+        REQUIRE(recorder.record(world.view(), data.step(l, true), test::Threads{threads}) ==
                 Status::ok);
       }
     }
@@ -697,7 +679,7 @@ TEST_CASE("recorder: what cannot be recorded is refused with the numbers, nothin
   const Ints negative{1, -2, 1};
   refused([&](V&, L& s) { return s.queries.row_counts = negative.data(), none; }, "rows", -2, 0, 1);
 
-  CHECK(recorder.record(world.view(), data.step(0, true), ManyThreads{2}) ==
+  CHECK(recorder.record(world.view(), data.step(0, true), test::Threads{2}) ==
         Status::workspace_too_small);
   CHECK(recorder.fault().what == "workers");
   CHECK(recorder.fault().value == 2);

@@ -10,9 +10,9 @@
 
 namespace kvtrim::test {
 
-/// Runs items on three real threads, in unspecified order.
+/// Runs items on real threads, in unspecified order, the last ones first.
 struct Threads {
-  static constexpr std::int32_t count = 3;
+  std::int32_t count = 3;
   std::int32_t workers() const { return count; }
   template <class F>
   void for_each(std::int64_t n, F&& f) const noexcept {

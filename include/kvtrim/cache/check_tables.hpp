@@ -5,6 +5,7 @@
 // Lengths are checked of all tables, whatever is planned; entries only where something goes.
 
 #include <kvtrim/cache/cache_view.hpp>
+#include <kvtrim/cache/detail/parts.hpp>
 #include <kvtrim/core/status.hpp>
 
 #include <algorithm>
@@ -81,7 +82,7 @@ class EntryCheck {
  public:
   EntryCheck(const CacheView& view, std::span<std::uint64_t> scratch) noexcept
       : view_(view),
-        all_writable_(view.writable.ref_counts == nullptr && view.writable.bits == nullptr),
+        all_writable_(view.writable.all()),
         seen_(scratch.first(scratch.size() / 2)),
         own_(scratch.subspan(scratch.size() / 2, scratch.size() / 2)) {
     std::fill(own_.begin(), own_.end(), 0);
@@ -180,8 +181,8 @@ class EntryCheck {
   KVTRIM_ASSERT(static_cast<std::int64_t>(scratch.size()) >= check_tables_words(view.pages));
   const detail::EntryCheck check(view, scratch);
   // Tables of layers or heads without a stride of their own name pages of one pool.
-  const bool own_layers = view.k.layer_stride != 0 || view.k.layer_bases != nullptr;
-  const bool own_heads = view.scope == TableScope::head && view.k.head_stride != 0;
+  const bool own_layers = detail::has_own_layers(view.k);
+  const bool own_heads = detail::has_own_heads(view);
   for (std::int32_t t = 0; t < view.tables_per_sequence(); ++t) {
     if (t == 0 || own_heads || (own_layers && raw(view.first_head(t)) == 0)) { check.forget(); }
     for (std::int32_t s = 0; s < view.sequences; ++s) {

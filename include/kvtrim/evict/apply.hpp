@@ -306,8 +306,8 @@ class HeadMover {
 ///   layers may have gone on
 /// \param rerotator  the one the plan was made with
 /// \returns `ok`; `stale_plan` if such a table changed or the plan was applied before (never if nothing goes); the plan's own
-///   status if it is not usable; `bad_plan` if it is of another shape or position mode, or names pages that the view does not have. Nothing is
-///   written then
+///   status if it is not usable; `bad_plan` if it is of another shape or position mode, or names pages that the view does
+///   not have. Nothing is written then
 /// \par Complexity
 /// O(rows that stay) per KV head; no allocation; cannot fail once it writes
 /// \par Thread-safety

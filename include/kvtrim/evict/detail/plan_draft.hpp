@@ -245,11 +245,8 @@ struct PlanDraft {
   [[nodiscard]] std::int32_t padding_entries(SequenceId s) const noexcept {
     return view.first_row(s) / view.page_size;
   }
-  [[nodiscard]] bool all_writable() const noexcept {
-    return view.writable.ref_counts == nullptr && view.writable.bits == nullptr;
-  }
   [[nodiscard]] bool shared_entry(SequenceId s, std::int32_t t, std::int32_t e) const noexcept {
-    if (all_writable() || e < padding_entries(s)) { return false; }
+    if (view.writable.all() || e < padding_entries(s)) { return false; }
     const LayerId l = view.first_layer(t);
     const HeadId h = view.first_head(t);
     return !view.writable(view.k_page(s, l, h, e)) || !view.writable(view.v_page(s, l, h, e));
