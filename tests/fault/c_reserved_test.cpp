@@ -169,7 +169,7 @@ TEST_CASE("C10 a plan with an empty sequence behind padding or reserved pages ca
     Prepared prepared(view, {});
     const PlanRef made = prepared.plan(StreamingSink({.sinks = 1, .recent = 1}), view);
     REQUIRE(made.status() == Status::ok);
-    Plan sent = Plan::from_bytes(made.bytes());
+    Plan sent = Plan::from_bytes(made.bytes(), view);
     CHECK(sent.view().status() == Status::ok);
     CHECK(apply(sent.ref(), view) == Status::ok);
   }

@@ -107,7 +107,7 @@ TEST_CASE("B071 pages are freed tail first, now or later", "[order][fault]") {
   REQUIRE(now.status() == Status::ok);
   Plan later(now);
   const std::vector<std::byte> sent(now.bytes().begin(), now.bytes().end());
-  Plan received = Plan::from_bytes(sent);
+  Plan received = Plan::from_bytes(sent, view);
   const Rows tail_first{2, 0, 1, 5, 3};
   for (const PlanRef& plan : {now, later.ref(), received.ref()}) {
     // All over the same unchanged view: a page-dropping plan writes no byte of it.

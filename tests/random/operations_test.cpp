@@ -651,7 +651,52 @@ class World {
     }
     expect(status, over ? Status::over_budget : Status::ok);
     if (random_.below(4) == 0) { p.copy = Plan(p.plan), p.plan = p.copy->ref(); }
+    if (random_.below(2) == 0) { send(p); }
     return made;
+  }
+
+  // Through bytes: they arrive as the same plan, to be applied from now on; changed on the way, they never do what no table
+  // allows.
+  void send(Pending& p) {
+    const Rerotator rerotator = p.rerotator == nullptr ? Rerotator() : *p.rerotator;
+    const std::vector<std::byte> bytes(p.plan.bytes().begin(), p.plan.bytes().end());
+    const detail::PlanLayout layout(p.plan.header());
+    for (std::int32_t round = 0; round < 3; ++round) {
+      std::vector<std::byte> changed = bytes;
+      for (std::int32_t i = random_.below(2); i >= 0; --i) {
+        const std::int64_t ends[] = {
+            0, layout.table_plans, layout.rows, layout.pages, layout.bytes};
+        const std::int32_t part = random_.below(4);
+        const auto words = static_cast<std::int32_t>((ends[part + 1] - ends[part]) / 4);
+        if (words == 0) { continue; }
+        const std::int32_t values[] = {-1, 0, 1, 2, x_.pages, x_.max_rows, random_.below(x_.pages)};
+        const std::int32_t value = values[random_.below(7)];
+        std::memcpy(changed.data() + ends[part] + 4 * random_.below(words), &value, 4);
+      }
+      const Plan read = Plan::from_bytes(changed, p.view, rerotator);
+      if (!usable(read.view().status())) { continue; }
+      std::multiset<std::int32_t> named;
+      for_each_table([&](std::int32_t s, std::int32_t t) {
+        const Table table = engine_->table(s, t);
+        named.insert(table.k.begin(), table.k.end()), named.insert(table.v.begin(), table.v.end());
+      });
+      for_each_part(p, [&](std::int32_t s, SequenceId of, std::int32_t t, const Pending::Part&) {
+        const Table table = engine_->table(s, t);
+        std::set<std::int32_t> own(table.k.begin(), table.k.end());
+        own.insert(table.v.begin(), table.v.end());
+        const PlanView plan = read.view();
+        for (const auto list : {plan.k_pages(of, t), plan.v_pages(of, t), plan.released(of, t)}) {
+          for (const PageId page : list) {
+            expect(own.contains(raw(page)) || !named.contains(raw(page)),
+                   "changed bytes name a page of another table");
+          }
+        }
+      });
+    }
+    Plan arrived = Plan::from_bytes(bytes, p.view, rerotator);
+    expect(arrived.view().status(), p.plan.status());
+    expect(arrived.view() == p.plan, "a plan arrived as another one");
+    p.copy = std::move(arrived), p.plan = p.copy->ref();
   }
 
   // Whether table `i` of the plan keeps what it must. Returns whether that is more than its budget.

@@ -5,6 +5,8 @@
 #include <kvtrim/cache/head_ref.hpp>
 #include <kvtrim/cache/move.hpp>
 #include <kvtrim/core/executor.hpp>
+#include <kvtrim/evict/detail/follow.hpp>
+#include <kvtrim/evict/detail/same_cache.hpp>
 #include <kvtrim/evict/plan.hpp>
 #include <kvtrim/evict/rerotate.hpp>
 
@@ -195,8 +197,7 @@ class HeadMover {
 
   void overwrite() const noexcept {
     const std::int32_t victim = plan_.head(head_.sequence, head_.layer, head_.head).victim;
-    // A hole at the end of the table does not count: the row there is the last one in use.
-    const std::int32_t free = table_.append_row >= 0 ? table_.append_row : table_.extent_before - 1;
+    const std::int32_t free = free_row(table_);
     const std::int32_t gone = rerotator_.mode() == PositionMode::keep ? 0 : rope_position(victim);
     if (victim != free) {
       move_page_data(head_, place_of(head_, free), place_of(head_, victim));
@@ -257,46 +258,6 @@ class HeadMover {
   const PageId* v_pages_;
 };
 
-// Whether no table that the plan evicts from has changed since.
-[[nodiscard]] inline bool fresh(const PlanView& plan, const CacheView& view) noexcept {
-  bool same = true;
-  plan.for_each_evicting([&](SequenceId s, std::int32_t t) {
-    same = same && plan.table(s, t).generation == table_generation(view, s, t);
-  });
-  return same;
-}
-
-// Whether the lengths and pages of a plan of the view's shape can be the view's: a plan read back from bytes may say
-// anything.
-[[nodiscard]] inline bool fits(const PlanView& plan, const CacheView& view) noexcept {
-  const auto page_of_pool = [&](PageId p) { return raw(p) >= 0 && raw(p) < view.pages; };
-  for (std::int32_t i = 0; i < view.sequences; ++i) {
-    const SequenceId s{i};
-    const auto padding = static_cast<std::size_t>(view.first_row(s) / view.page_size);
-    for (std::int32_t t = 0; t < view.tables_per_sequence(); ++t) {
-      const TablePlan& table = plan.table(s, t);
-      if (!table.evicts) { continue; }
-      const LayerId l = view.first_layer(t);
-      const HeadId h = view.first_head(t);
-      const std::int32_t hole = view.state(s, l, h).append_row >= 0 ? 1 : 0;
-      const auto k = plan.k_pages(s, t);
-      const auto v = plan.v_pages(s, t);
-      if (table.live_before != view.live_rows(s, l, h) ||
-          table.extent_before != table.live_before + hole || table.first_row != view.first_row(s) ||
-          table.pages_before != pages_for(table.extent_before + table.first_row, view.page_size) ||
-          table.pages_after * static_cast<std::int64_t>(view.page_size) <
-              static_cast<std::int64_t>(table.live_after) + table.first_row ||
-          k.size() < padding ||
-          !std::all_of(k.begin() + static_cast<std::ptrdiff_t>(padding), k.end(), page_of_pool) ||
-          !std::all_of(v.begin() + static_cast<std::ptrdiff_t>(padding), v.end(), page_of_pool) ||
-          !std::ranges::all_of(plan.released(s, t), page_of_pool)) {
-        return false;
-      }
-    }
-  }
-  return true;
-}
-
 }  // namespace detail
 
 /// Moves and rotates rows as `plan` says. Tables and lengths stay unchanged until `commit`.
@@ -306,8 +267,8 @@ class HeadMover {
 ///   layers may have gone on
 /// \param rerotator  the one the plan was made with
 /// \returns `ok`; `stale_plan` if such a table changed or the plan was applied before (never if nothing goes); the plan's own
-///   status if it is not usable; `bad_plan` if it is of another shape or position mode, or names pages that the view does
-///   not have. Nothing is written then
+///   status if it is not usable; `bad_plan` if it is of another shape or position mode, or was read from bytes without a view.
+///   Nothing is written then
 /// \par Complexity
 /// O(rows that stay) per KV head; no allocation; cannot fail once it writes
 /// \par Thread-safety
@@ -320,9 +281,8 @@ Status apply(const PlanRef& plan,
   if (!usable(plan.status())) { return plan.status(); }
   detail::PlanHeader* const header = plan.own_header();
   if (header == nullptr) { return Status::ok; }
-  if (header->sequences != view.sequences || header->layers != view.layers ||
-      header->kv_heads != view.kv_heads || header->scope != view.scope ||
-      header->page_size != view.page_size || header->positions != rerotator.mode()) {
+  if (header->stage == detail::PlanStage::unchecked || !detail::same_shape(plan, view) ||
+      header->positions != rerotator.mode()) {
     return Status::bad_plan;
   }
   if (plan.empty()) {
@@ -332,7 +292,6 @@ Status apply(const PlanRef& plan,
   if (header->stage != detail::PlanStage::planned || !detail::fresh(plan, view)) {
     return Status::stale_plan;
   }
-  if (!detail::fits(plan, view)) { return Status::bad_plan; }
   const std::int64_t heads = static_cast<std::int64_t>(view.layers) * view.kv_heads;
   executor.for_each(view.sequences * heads, [&](std::int64_t item, std::int32_t) noexcept {
     const HeadRef head{view,

@@ -6,6 +6,7 @@
 #include <kvtrim/cache/head_ref.hpp>
 #include <kvtrim/cache/table_update.hpp>
 #include <kvtrim/core/status.hpp>
+#include <kvtrim/evict/detail/same_cache.hpp>
 #include <kvtrim/evict/plan.hpp>
 
 #include <cstdint>
@@ -80,7 +81,8 @@ inline bool leave_out(const PlanRef& plan, const CacheView& view, Report& report
 /// \param view  the cache; of the tables that the plan evicts from, unchanged since then, except that a sequence may have
 ///   ended: it has no rows, or its state is no longer `applied`. It is left out
 /// \param sink  where the tables live
-/// \returns the report. `not_applied`; `stale_plan`: committed before, or every sequence ended: nothing was changed. `torn`: a
+/// \returns the report. `not_applied`; `stale_plan`: committed before, or every sequence ended; `bad_plan`: the view is of
+///   another shape than the plan: nothing was changed. `torn`: a
 ///   table was changed since `apply` moved its rows. It is lost; the others were committed
 /// \par Complexity
 /// O(table entries); no allocation
@@ -92,12 +94,16 @@ Report commit(const PlanRef& plan, const CacheView& view, S& sink) noexcept {
   report.status = plan.status();
   detail::PlanHeader* const header = plan.own_header();
   if (!usable(plan.status()) || header == nullptr) { return report; }
-  const bool twice = header->stage == detail::PlanStage::committed && !plan.empty();
-  if (header->stage == detail::PlanStage::planned || twice) {
-    report.status = twice ? Status::stale_plan : Status::not_applied;
-    return report;
+  using detail::PlanStage;
+  if (header->stage == PlanStage::planned || header->stage == PlanStage::unchecked) {
+    report.status = Status::not_applied;
+  } else if (header->stage == PlanStage::committed && !plan.empty()) {
+    report.status = Status::stale_plan;
+  } else if (!detail::same_shape(plan, view)) {
+    report.status = Status::bad_plan;
   }
-  header->stage = detail::PlanStage::committed;
+  if (!usable(report.status)) { return report; }
+  header->stage = PlanStage::committed;
   report.evicted_rows = plan.evicted_rows();
   report.kept_rows = plan.kept_rows();
   report.bytes_moved = plan.bytes_moved();
@@ -132,8 +138,7 @@ Report commit(const PlanRef& plan, const CacheView& view, S& sink) noexcept {
     for (const PageId p : plan.released(s, t)) {
       ++report.dropped_pages;
       report.released_pages += sink.release(p) ? 1 : 0;
-      KVTRIM_ASSERT(header->stage == detail::PlanStage::committed &&
-                    "the plan's workspace was used again");
+      KVTRIM_ASSERT(header->stage == PlanStage::committed && "the plan's workspace was used again");
     }
   });
   return report;

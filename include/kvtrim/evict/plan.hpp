@@ -59,7 +59,8 @@ static_assert(std::has_unique_object_representations_v<HeadPlan>);
 namespace detail {
 
 inline constexpr std::uint32_t plan_magic = 0x4B56'5433;  // "KVT3"
-enum class PlanStage : std::uint32_t { planned, applied, committed };
+// `unchecked`: read from bytes, without the view it is for.
+enum class PlanStage : std::uint32_t { planned, applied, committed, unchecked };
 
 struct PlanHeader {
   std::uint32_t magic = plan_magic;

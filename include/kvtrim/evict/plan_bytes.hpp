@@ -4,6 +4,7 @@
 // Plans that outlive the workspace they were made in. Bytes from outside may say anything: all that a reader follows is
 // checked once, here.
 
+#include <kvtrim/evict/detail/check_plan.hpp>
 #include <kvtrim/evict/plan.hpp>
 
 #include <algorithm>
@@ -30,7 +31,7 @@ inline constexpr Status last_status = Status::torn;
   if (!is_bool(offsetof(PlanHeader, separate_values))) { return false; }
   PlanHeader x;
   std::memcpy(static_cast<void*>(&x), bytes.data(), sizeof x);
-  if (x.magic != plan_magic || x.stage > PlanStage::committed || x.status > last_status ||
+  if (x.magic != plan_magic || x.stage > PlanStage::unchecked || x.status > last_status ||
       x.positions > PositionMode::sinks_follow || x.scope > TableScope::head || x.page_size < 1 ||
       x.spares_needed < 0) {
     return false;
@@ -134,15 +135,47 @@ class Plan {
   /// Copies `view`.
   explicit Plan(const PlanView& view)
       : bytes_(view.bytes().begin(), view.bytes().end()), failure_(view.status()) {}
-  /// Reads a plan back from what `PlanView::bytes` gave.
+  /// Reads a plan back from what `PlanView::bytes` gave: to look at, not to apply.
   ///
-  /// \returns an empty plan with status `bad_plan` if `bytes` are not a plan: any count, row or enumerator out of its range.
-  ///   Whether it fits a cache is for `apply` to say
+  /// \returns an empty plan with status `bad_plan` if `bytes` are not a plan: any count, row or enumerator out of its range
   [[nodiscard]] static Plan from_bytes(std::span<const std::byte> bytes) {
     Plan plan;
     if (detail::has_plan_layout(bytes)) { plan.bytes_.assign(bytes.begin(), bytes.end()); }
     if (!detail::has_sound_lists(plan.view())) { plan.bytes_.clear(); }
-    if (plan.bytes_.empty()) { plan.failure_ = Status::bad_plan; }
+    if (plan.bytes_.empty()) {
+      plan.failure_ = Status::bad_plan;
+      return plan;
+    }
+    using detail::PlanStage;
+    PlanStage& stage = plan.header().stage;
+    const bool done = stage == PlanStage::applied || stage == PlanStage::committed;
+    stage = done ? PlanStage::committed : PlanStage::unchecked;
+    return plan;
+  }
+  /// Reads a plan that may be applied to `view`: all that apply, commit and a sink follow is checked against it, so that
+  /// bytes from anywhere do what some plan of this view's planner would do, or nothing.
+  ///
+  /// Which rows stay is not judged, nor the statistics `nan_count`, `shared_kept` and `replaced`.
+  ///
+  /// \param view       the cache, as it was when the plan was made; `check_layout(view)` passed once
+  /// \param rerotator  the one the plan was made with
+  /// \returns an empty plan that says why: `bad_plan`; `stale_plan` if a table that it evicts from has changed, or it was
+  ///   applied before; a table's fault; `step_open`, `eviction_open`
+  /// \par Complexity
+  /// O(rows and entries of the tables that it evicts from), O(rows log rows) where slot order is not position order
+  [[nodiscard]] static Plan from_bytes(std::span<const std::byte> bytes,
+                                       const CacheView& view,
+                                       const Rerotator& rerotator = {}) {
+    Plan plan = from_bytes(bytes);
+    if (plan.bytes_.empty()) { return plan; }
+    const bool fresh = plan.header().stage == detail::PlanStage::unchecked || plan.empty();
+    const Status status =
+        fresh ? detail::PlanCheck(plan.view(), view, rerotator).run() : Status::stale_plan;
+    plan.header().stage = detail::PlanStage::planned;
+    if (status != Status::ok) {
+      plan.bytes_.clear();
+      plan.failure_ = status;
+    }
     return plan;
   }
 
@@ -153,13 +186,16 @@ class Plan {
   }
   /// The plan, to apply; valid as `view()`.
   [[nodiscard]] PlanRef ref() noexcept {
-    return bytes_.empty() ? PlanRef(failure_)
-                          : PlanRef(*reinterpret_cast<detail::PlanHeader*>(bytes_.data()));
+    return bytes_.empty() ? PlanRef(failure_) : PlanRef(header());
   }
   /// Whether nothing goes; true for a plan that was moved from.
   [[nodiscard]] bool empty() const noexcept { return view().empty(); }
 
  private:
+  [[nodiscard]] detail::PlanHeader& header() noexcept {
+    return *reinterpret_cast<detail::PlanHeader*>(bytes_.data());
+  }
+
   std::vector<std::byte> bytes_;
   Status failure_ = Status::ok;
 };

@@ -25,52 +25,18 @@ namespace kvtrim {
 
 namespace detail::stage {
 
-// Sequence planes that are common to heads or layers with tables of their own: those, too, must keep the same rows, in
-// the same places. (Inside one table, each way of removal sees to it.)
-[[nodiscard]] inline bool common_planes_agree(const PlanDraft& draft) noexcept {
-  const CacheView& view = draft.view;
-  bool heads = false;
-  bool layers = false;
-  for_each_sequence_plane(view, [&](const SequencePlane& p) {
-    heads = heads || (p && p.head_stride == 0);
-    layers = layers || (p && p.layer_stride == 0);
-  });
-  heads = heads && view.scope == TableScope::head && view.kv_heads > 1;
-  layers = layers && view.scope != TableScope::group && view.layers > 1;
-  const PlanView& plan = draft.plan.view();
-  const auto agree = [&](const HeadRef& x, const HeadRef& y) {
-    const TablePlan& a = plan.table(x.sequence, x.table());
-    const TablePlan& b = plan.table(y.sequence, y.table());
-    if (a.evicts != b.evicts || a.live_before != b.live_before) { return false; }
-    const auto same = [&](auto list) { return std::ranges::equal(list(x), list(y)); };
-    return !a.evicts ||
-           (a.removal == b.removal && a.append_row == b.append_row &&
-            same([&](const HeadRef& h) { return plan.evicted(h.sequence, h.layer, h.head); }) &&
-            same([&](const HeadRef& h) { return draft.plan.kept_list(h); }) &&
-            (a.removal != Removal::drop_pages ||
-             same([&](const HeadRef& h) { return plan.sources(h.sequence, h.table()); })));
-  };
-  bool all = true;
-  draft.for_each_table([&](SequenceId s, std::int32_t t) {
-    if (!heads && !layers) { return; }
-    draft.for_each_head(s, t, [&](const HeadRef& head) {
-      all =
-          all &&
-          agree(head,
-                HeadRef{view, s, layers ? LayerId{0} : head.layer, heads ? HeadId{0} : head.head});
-    });
-  });
-  return all;
-}
-
 /// The last check, and the totals: the plan as it is handed out. One that is refused evicts nothing, and lists nothing that
 /// was half made.
 [[nodiscard]] inline PlanRef finish(const PlanDraft& draft, Status status) noexcept {
   if (draft.memory.header == nullptr) { return PlanRef(status); }
   PlanHeader& header = draft.header();
-  if (usable(status) && !common_planes_agree(draft)) { status = Status::planes_disagree; }
+  if (usable(status) && !common_planes_agree(draft.plan.view(), draft.view)) {
+    status = Status::planes_disagree;
+  }
   if (usable(status)) {
-    if (const Status moves = moves_follow(draft); moves != Status::ok) { status = moves; }
+    if (const Status moves = moves_follow(draft.plan.view(), draft.view); moves != Status::ok) {
+      status = moves;
+    }
   }
   header.status = status;
   if (usable(status)) {

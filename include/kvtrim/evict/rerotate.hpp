@@ -122,6 +122,12 @@ class Rerotator {
   [[nodiscard]] bool rotates() const noexcept { return rotates_; }
   /// Sinks that follow the window.
   [[nodiscard]] std::int32_t sinks() const noexcept { return pristine_.sinks; }
+  /// Whether the key of row `r` is written where it has rank `rank` among the kept rows.
+  [[nodiscard]] bool turns(const HeadRef& head, std::int32_t r, std::int32_t rank) const noexcept {
+    if (!rotates_) { return false; }
+    if (mode_ == PositionMode::sinks_follow) { return rank < pristine_.sinks; }
+    return head.view.rope_position(head.sequence, head.layer, head.head, r) != rank;
+  }
 
   /// Brings the key at `place` to rope position `to`.
   ///

@@ -9,6 +9,7 @@
 #include <kvtrim/evict/detail/closing.hpp>
 #include <kvtrim/evict/detail/open.hpp>
 #include <kvtrim/evict/detail/plan_draft.hpp>
+#include <kvtrim/evict/detail/spares.hpp>
 #include <kvtrim/select/pages.hpp>
 
 #include <algorithm>
@@ -221,35 +222,6 @@ template <Policy P>
   return over ? Status::over_budget : status;
 }
 
-// Spare pages must be the caller's own: writable, in no table, none twice. O(entries) only where there are any.
-[[nodiscard]] inline Status check_spares(const PlanDraft& draft) noexcept {
-  const CacheView& view = draft.view;
-  const auto spares = draft.options.spare_pages;
-  if (draft.options.shared != SharedPages::copy || spares.empty()) { return Status::ok; }
-  const auto seen = draft.check_scratch;
-  std::ranges::fill(seen, std::uint64_t{0});
-  const auto word = [](PageId p) { return static_cast<std::size_t>(raw(p)) / 64; };
-  const auto bit = [](PageId p) { return std::uint64_t{1} << static_cast<unsigned>(raw(p) % 64); };
-  for (const PageId p : spares) {
-    if (raw(p) < 0 || raw(p) >= view.pages || (seen[word(p)] & bit(p)) != 0 || !view.writable(p)) {
-      return Status::bad_options;
-    }
-    seen[word(p)] |= bit(p);
-  }
-  bool in_table = false;
-  draft.for_each_table([&](SequenceId s, std::int32_t t) {
-    const LayerId l = view.first_layer(t);
-    const HeadId h = view.first_head(t);
-    const auto end = static_cast<std::int32_t>(used_entries(view, s, l, h)) + view.reserved(s, t);
-    for (std::int32_t e = draft.padding_entries(s); e < end; ++e) {
-      const PageId k = view.k_page(s, l, h, e);
-      const PageId v = view.v_page(s, l, h, e);
-      in_table = in_table || (seen[word(k)] & bit(k)) != 0 || (seen[word(v)] & bit(v)) != 0;
-    }
-  });
-  return in_table ? Status::bad_options : Status::ok;
-}
-
 /// Writes every table's pages and length, and which rows move.
 ///
 /// \returns the first status that is not `ok`
@@ -259,8 +231,12 @@ template <Policy P>
                            const PlanDraft& draft) noexcept {
   bool any = false;
   draft.plan.view().for_each_evicting([&](SequenceId, std::int32_t) { any = true; });
-  Status status = any ? check_spares(draft) : Status::ok;
-  if (status != Status::ok) { return status; }
+  const auto spares = draft.options.spare_pages;
+  if (any && draft.options.shared == SharedPages::copy &&
+      !are_spare(draft.view, spares, draft.check_scratch)) {
+    return Status::bad_options;
+  }
+  Status status = Status::ok;
   draft.for_each_table([&](SequenceId s, std::int32_t t) {
     const Closing c(draft, s, t);
     TablePlan& plan = c.plan;

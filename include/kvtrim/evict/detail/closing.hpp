@@ -4,7 +4,7 @@
 // A table on its way to what it is afterwards: what the ways of removal have in common.
 
 #include <kvtrim/cache/cache_view.hpp>
-#include <kvtrim/cache/move.hpp>
+#include <kvtrim/evict/detail/follow.hpp>
 #include <kvtrim/evict/detail/plan_draft.hpp>
 
 #include <cstdint>
@@ -78,15 +78,7 @@ struct Closing {
   // Calls f(from row, to row, index in the kept list, whether its data moves) for each kept row of a head.
   template <class F>
   void for_each_move(const HeadRef& head, F&& f) const noexcept {
-    for_each_target(draft.plan.kept_list(head),
-                    plan.removal,
-                    [&](std::int32_t from, std::int32_t to, std::int32_t i) {
-                      const std::int32_t at = to + plan.first_row;
-                      const std::int32_t was = from + plan.first_row;
-                      const bool stays = sources[at / view.page_size] == was / view.page_size &&
-                                         at % view.page_size == was % view.page_size;
-                      f(from, to, i, !stays);
-                    });
+    for_each_packed_row(draft.plan.view(), head, f);
   }
 };
 

@@ -261,11 +261,7 @@ struct PlanDraft {
 
   // Whether the key of row `r`, of rank `rank` among the kept, is rotated in the rerotator's mode.
   [[nodiscard]] bool turns(const HeadRef& head, std::int32_t r, std::int32_t rank) const noexcept {
-    if (!rotates()) { return false; }
-    if (options.rerotator->mode() == PositionMode::sinks_follow) {
-      return rank < options.rerotator->sinks();
-    }
-    return view.rope_position(head.sequence, head.layer, head.head, r) != rank;
+    return options.rerotator != nullptr && options.rerotator->turns(head, r, rank);
   }
 
   // Calls f(sequence, table).
