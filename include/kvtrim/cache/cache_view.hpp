@@ -69,6 +69,14 @@ struct CacheView {
     return layer_offset >= 0 && model_layers >= 0 && layer_offset <= layers_of_model() - layers;
   }
 
+  /// Whether the view has such a sequence, layer and KV head: what all that follows takes for granted.
+  [[nodiscard]] KVTRIM_HOST_DEVICE constexpr bool has(SequenceId s,
+                                                      LayerId l,
+                                                      HeadId h) const noexcept {
+    return raw(s) >= 0 && raw(s) < sequences && raw(l) >= 0 && raw(l) < layers && raw(h) >= 0 &&
+           raw(h) < kv_heads;
+  }
+
   /// Tables of one sequence: 1, layers, or layers * kv_heads.
   [[nodiscard]] KVTRIM_HOST_DEVICE constexpr std::int32_t tables_per_sequence() const noexcept {
     return tables_of(scope, layers, kv_heads);
@@ -110,6 +118,7 @@ struct CacheView {
   [[nodiscard]] KVTRIM_HOST_DEVICE constexpr std::int32_t live_rows(SequenceId s,
                                                                     LayerId l,
                                                                     HeadId h) const noexcept {
+    KVTRIM_ASSERT(has(s, l, h) && "no such sequence, layer or KV head of the view");
     if (last_page_len != nullptr) {
       const std::int32_t n = table.capacity(s, l, h) - reserved(s, table_of(l, h));
       return n == 0 ? 0 : (n - 1) * page_size + last_page_len[table.rows(s, l, h)];
@@ -123,6 +132,7 @@ struct CacheView {
   [[nodiscard]] KVTRIM_HOST_DEVICE constexpr SequenceState state(SequenceId s,
                                                                  LayerId l,
                                                                  HeadId h) const noexcept {
+    KVTRIM_ASSERT(has(s, l, h) && "no such sequence, layer or KV head of the view");
     if (states != nullptr) { return states[table_index(s, table_of(l, h))]; }
     SequenceState fresh;
     fresh.live_rows = lengths != nullptr || last_page_len != nullptr ? live_rows(s, l, h) : 0;
@@ -166,6 +176,7 @@ struct CacheView {
                                                  LayerId l,
                                                  HeadId h,
                                                  std::int32_t i) const noexcept {
+    KVTRIM_ASSERT(has(s, l, h) && "no such sequence, layer or KV head of the view");
     return table.page(table.row(s, l, h)[i]);
   }
   /// Page of entry `i` of a table, for the values.
@@ -173,6 +184,7 @@ struct CacheView {
                                                  LayerId l,
                                                  HeadId h,
                                                  std::int32_t i) const noexcept {
+    KVTRIM_ASSERT(has(s, l, h) && "no such sequence, layer or KV head of the view");
     return table.page(table.row(s, l, h)[i + table.v_offset]);
   }
 

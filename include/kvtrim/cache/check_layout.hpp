@@ -7,9 +7,11 @@
 #include <kvtrim/cache/cache_view.hpp>
 #include <kvtrim/cache/detail/parts.hpp>
 #include <kvtrim/core/error.hpp>
+#include <kvtrim/core/saturating.hpp>
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <string>
 #include <string_view>
 
@@ -26,6 +28,14 @@ namespace detail {
 
 // Each stride must step over everything that the smaller ones reach.
 inline void check_region(std::string_view plane, const Region& region) {
+  if (const std::int32_t far = region.overflow(); far >= 0) {
+    throw_invalid_argument(
+        "kvtrim::CacheView: {} reach beyond 64 bits: {} {}s at a stride of {} bytes",
+        plane,
+        region.axis(far).extent,
+        to_string(region.axis(far).name),
+        region.axis(far).stride);
+  }
   const std::int32_t i = region.overlap();
   if (i < 0) { return; }
   throw_invalid_argument(
@@ -45,6 +55,41 @@ inline void check_plane(const CacheView& view, const Plane& p, std::string_view 
                            p.opaque_row_bytes);
   }
   check_region(name, region_of(view, p));
+}
+
+// Whether heads and tables can be counted, and places in tables are within 64 bits.
+inline void check_extents(const CacheView& view) {
+  const std::int64_t heads = saturated_product({view.sequences, view.layers, view.kv_heads});
+  if (heads > std::numeric_limits<std::int32_t>::max()) {
+    throw_invalid_argument(
+        "kvtrim::CacheView: {} sequences of {} layers of {} KV heads are more than {} heads",
+        view.sequences,
+        view.layers,
+        view.kv_heads,
+        std::numeric_limits<std::int32_t>::max());
+  }
+  const PageTable& table = view.table;
+  const auto size = [](std::int64_t x) { return x < 0 ? -(x + 1) : x; };
+  const auto row = [&](const RowMap& rows) {
+    return saturated_sum({saturated_product({size(rows.sequence), view.sequences}),
+                          saturated_product({size(rows.layer), view.layers}),
+                          saturated_product({size(rows.head), view.kv_heads})});
+  };
+  const std::int64_t last = saturated_sum(
+      {saturated_product({row(table.rows), std::max<std::int64_t>(1, size(table.row_stride))}),
+       size(table.v_offset),
+       size(table.max_pages)});
+  const std::int64_t most = too_large / static_cast<std::int64_t>(sizeof(std::int32_t));
+  if (last > most || row(view.length_rows) > most) {
+    throw_invalid_argument(
+        "kvtrim::CacheView: places in the page tables are beyond 64 bits: row stride {}, v_offset "
+        "{}, rows {} a sequence, {} a layer, {} a head",
+        table.row_stride,
+        table.v_offset,
+        table.rows.sequence,
+        table.rows.layer,
+        table.rows.head);
+  }
 }
 
 // Which of the planes there may be are there.
@@ -238,8 +283,8 @@ inline void check_sharing(const CacheView& view) {
 /// layers show (their queries, their probabilities) is recorded under the owner, as further query heads or accumulated;
 /// eviction from the owner is then eviction for all of its users.
 ///
-/// \throws std::invalid_argument if an extent is below 1, a base is null, elements, planes or layers overlap, or a layer or
-///   head lacks a stride that its table, or the keys, call for (the message gives the numbers)
+/// \throws std::invalid_argument if an extent is below 1, a base is null, elements, planes or layers overlap or reach beyond
+///   64 bits, or a layer or head lacks a stride that its table, or the keys, call for (the message gives the numbers)
 /// \par Complexity
 /// O((planes * layers)^2) with `layer_bases`, O(planes^2) without
 inline void check_layout(const CacheView& view) {
@@ -262,6 +307,7 @@ inline void check_layout(const CacheView& view) {
         view.model_layers,
         view.model_layers == 0 ? " (those of the view)" : "");
   }
+  detail::check_extents(view);
   detail::check_presence(view);
   detail::check_strides(view);
   detail::check_pools(view);

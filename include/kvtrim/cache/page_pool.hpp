@@ -54,7 +54,7 @@ class PagePool {
   /// Adds an owner to page `p`.
   /// \pre `p` is held
   void retain(PageId p) noexcept {
-    KVTRIM_ASSERT(ref_count(p) > 0);
+    KVTRIM_ASSERT(ref_count(p) > 0 && "nobody holds the page");
     ++counts_[index(p)];
   }
 
@@ -71,7 +71,7 @@ class PagePool {
   /// Owners of page `p`; 0: free.
   /// \pre `p` is a page of this pool
   [[nodiscard]] std::int32_t ref_count(PageId p) const noexcept {
-    KVTRIM_ASSERT(index(p) < counts_.size());
+    KVTRIM_ASSERT(raw(p) >= 0 && index(p) < counts_.size() && "no such page of the pool");
     return counts_[index(p)];
   }
   /// Owners of each page, [capacity]; what `Writable` points to.

@@ -10,6 +10,7 @@
 #include <kvtrim/cache/page_pool.hpp>
 #include <kvtrim/cache/table_update.hpp>
 #include <kvtrim/core/error.hpp>
+#include <kvtrim/core/saturating.hpp>
 #include <kvtrim/core/status.hpp>
 
 #include <algorithm>
@@ -62,6 +63,7 @@ class PagedCache {
   ///
   /// \throws std::invalid_argument if an extent is below 1 (`max_rows`, `value_dim`, `pages`: below 0) or the dtype is
   ///   not f32, f16 or bf16
+  /// \throws std::length_error if a count or a size in bytes does not fit its integer
   explicit PagedCache(const Params& params) : params_(checked(params)), pool_(params.pages) {
     const auto& p = params_;
     tables_ = tables_of(p.scope, p.layers, p.kv_heads);
@@ -223,6 +225,7 @@ class PagedCache {
   /// \param keys      [n, kv_heads, key_dim], rotated as attention uses them
   /// \param values    [n, kv_heads, value_dim]
   /// \param unrotated [n, kv_heads, key_dim] keys before RoPE; only with `Params::unrotated_keys`
+  /// \pre `layer` is one of the cache
   /// \returns `ok`; `no_open_step` (there is none, or the layer is written), `eviction_open`, `no_such_sequence`: nothing was
   ///   changed
   /// \par Thread-safety
@@ -312,14 +315,16 @@ class PagedCache {
   /// View of all `max_sequences` sequences; those that are not alive have no rows.
   [[nodiscard]] CacheView view() noexcept { return view_of(0, params_.max_sequences); }
   /// View of sequence `s` alone, as sequence 0.
+  /// \pre `s` is below `max_sequences`, also in what follows; `l` and `h` are a layer and a KV head of the cache
   [[nodiscard]] CacheView view(SequenceId s) noexcept { return view_of(raw(s), 1); }
   /// View of some layers of sequence `s` alone, as sequence 0: to evict layer by layer, at the end of a prompt, from those that
   /// are written.
   ///
   /// \pre layers have tables of their own (`TableScope::layer` or `head`), and these are layers of the cache
   [[nodiscard]] CacheView view(SequenceId s, LayerId first, std::int32_t layers) noexcept {
-    KVTRIM_ASSERT(params_.scope != TableScope::group && raw(first) >= 0 && layers >= 1 &&
-                  raw(first) <= params_.layers - layers);
+    KVTRIM_ASSERT(params_.scope != TableScope::group && "layers share a table");
+    KVTRIM_ASSERT(raw(first) >= 0 && layers >= 1 && raw(first) <= params_.layers - layers &&
+                  "no such layers of the cache");
     CacheView some = view(s);
     const std::int64_t tables = static_cast<std::int64_t>(raw(first)) * (tables_ / params_.layers);
     some.table.ids += tables * max_pages_;
@@ -469,6 +474,28 @@ class PagedCache {
     }
     if (p.value_dim == 0) { p.value_dim = p.key_dim; }
     if (p.max_rows == 0) { p.max_rows = static_cast<std::int32_t>(pool_rows); }
+    const std::int64_t heads = saturated_product({p.max_sequences, p.layers, p.kv_heads});
+    const std::int64_t page_layers = p.scope == TableScope::group ? p.layers : 1;
+    const std::int64_t page_heads = p.scope == TableScope::head ? 1 : p.kv_heads;
+    const std::int64_t largest = std::max(saturated_product({heads, p.max_rows, 4}),
+                                          saturated_product({p.pages,
+                                                             p.page_size,
+                                                             page_layers,
+                                                             page_heads,
+                                                             std::max(p.key_dim, p.value_dim),
+                                                             element_bytes(p.dtype)}));
+    if (heads > std::numeric_limits<std::int32_t>::max() || largest > too_large / 2) {
+      throw_length_error(
+          "kvtrim::PagedCache: {} sequences of {} layers of {} KV heads with {} rows, {} pages of "
+          "{} rows and {} features: more heads than 31 bits, or bytes than 63 bits, can count",
+          p.max_sequences,
+          p.layers,
+          p.kv_heads,
+          p.max_rows,
+          p.pages,
+          p.page_size,
+          std::max(p.key_dim, p.value_dim));
+    }
     return p;
   }
 
@@ -485,10 +512,14 @@ class PagedCache {
     return plane;
   }
 
+  // Every id of a caller goes through one of the next three.
   [[nodiscard]] std::int32_t table_of(LayerId l, HeadId h) const noexcept {
+    KVTRIM_ASSERT(raw(l) >= 0 && raw(l) < params_.layers && "no such layer of the cache");
+    KVTRIM_ASSERT(raw(h) >= 0 && raw(h) < params_.kv_heads && "no such KV head of the cache");
     return kvtrim::table_of(params_.scope, params_.kv_heads, l, h);
   }
   [[nodiscard]] std::size_t table_index(SequenceId s, std::int32_t t) const noexcept {
+    KVTRIM_ASSERT(raw(s) >= 0 && raw(s) < params_.max_sequences && "no such sequence of the cache");
     return index(static_cast<std::int64_t>(raw(s)) * tables_ + t);
   }
   SequenceState& state_of(SequenceId s, std::int32_t t) noexcept {
@@ -499,6 +530,7 @@ class PagedCache {
   }
   void touch(SequenceId s, std::int32_t t) noexcept { state_of(s, t).generation = ++clock_; }
   [[nodiscard]] std::size_t layer_index(SequenceId s, LayerId l) const noexcept {
+    KVTRIM_ASSERT(raw(l) >= 0 && raw(l) < params_.layers && "no such layer of the cache");
     return index(static_cast<std::int64_t>(raw(s)) * params_.layers + raw(l));
   }
   // Why a layer cannot be written.

@@ -4,6 +4,7 @@
 // One function lays out a workspace; run without memory, it says how much it would take. So the size that is reported
 // and the memory that is used cannot drift apart.
 
+#include <kvtrim/core/saturating.hpp>
 #include <kvtrim/core/types.hpp>
 
 #include <cstddef>
@@ -37,11 +38,14 @@ class Arena {
   template <class T>
   [[nodiscard]] std::span<T> take(std::int64_t count) noexcept {
     static_assert(alignof(T) <= alignment && std::is_trivially_destructible_v<T>);
-    const auto bytes = static_cast<std::size_t>(count < 0 ? 0 : count) * sizeof(T);
+    const std::int64_t elements = count < 0 ? 0 : count;
+    const auto bytes =
+        static_cast<std::size_t>(saturated_product({elements, static_cast<int>(sizeof(T))}));
     const std::size_t begin = used_;
-    used_ += (bytes + alignment - 1) / alignment * alignment;
-    if (base_ == nullptr || used_ > size_) { return {}; }
-    return {reinterpret_cast<T*>(base_ + begin), static_cast<std::size_t>(count < 0 ? 0 : count)};
+    const bool fits = bytes < most && used_ < most - bytes;
+    used_ = fits ? used_ + (bytes + alignment - 1) / alignment * alignment : most;
+    if (base_ == nullptr || !ok()) { return {}; }
+    return {reinterpret_cast<T*>(base_ + begin), static_cast<std::size_t>(elements)};
   }
 
   /// Takes what is left of the buffer, down to the last byte; an empty span if the buffer is already too small.
@@ -55,7 +59,7 @@ class Arena {
   /// Whether everything taken so far fits the buffer.
   [[nodiscard]] constexpr bool ok() const noexcept { return base_ != nullptr && used_ <= size_; }
 
-  /// Bytes that a buffer of any alignment needs for everything taken so far.
+  /// Bytes that a buffer of any alignment needs for everything taken so far; beyond 2^62, more than any buffer has.
   [[nodiscard]] constexpr std::size_t bytes() const noexcept { return used_ + alignment; }
 
   /// The same for what `take(arena)` takes.
@@ -67,6 +71,8 @@ class Arena {
   }
 
  private:
+  static constexpr std::size_t most = std::size_t{1} << 62U;  // far from where sums wrap around
+
   std::byte* base_ = nullptr;
   std::size_t size_ = 0;
   std::size_t used_ = 0;

@@ -6,6 +6,7 @@
 
 #include <kvtrim/core/arena.hpp>
 #include <kvtrim/core/removal.hpp>
+#include <kvtrim/core/saturating.hpp>
 #include <kvtrim/core/status.hpp>
 #include <kvtrim/core/types.hpp>
 
@@ -100,11 +101,11 @@ struct PlanLayout {
         max_pages(pages_for(x.max_rows, std::max(1, x.page_size))) {
     const std::int64_t all_tables = x.sequences * tables;
     const std::int64_t heads = static_cast<std::int64_t>(x.sequences) * x.layers * x.kv_heads;
-    const auto place = [this](std::int64_t count, std::size_t element_bytes) {
+    const auto place = [this](std::int64_t count, std::int64_t element_bytes) {
       constexpr std::int64_t alignment = Arena::alignment;
       const std::int64_t at = bytes;
-      bytes += (count * static_cast<std::int64_t>(element_bytes) + alignment - 1) / alignment *
-               alignment;
+      const std::int64_t length = saturated_product({count, element_bytes});
+      bytes = saturated_sum({bytes, length, alignment - 1}) / alignment * alignment;
       return at;
     };
     static_cast<void>(place(1, sizeof(PlanHeader)));
@@ -112,9 +113,9 @@ struct PlanLayout {
     head_plans = place(heads, sizeof(HeadPlan));
     rows = place(heads * x.max_rows, 4);
     ranks = place(heads * x.max_rows, 4);
-    pages = place(all_tables * 2 * max_pages, 4);
+    pages = place(all_tables * max_pages, 8);
     sources = place(all_tables * max_pages, 4);
-    released = place(all_tables * 2 * max_pages, 4);
+    released = place(all_tables * max_pages, 8);
   }
 };
 
@@ -122,7 +123,8 @@ struct PlanLayout {
 
 /// A plan in memory that it does not own, to read: cheap to copy, valid as long as that memory is.
 ///
-/// Rows are numbered as in the table at the time the plan was made.
+/// Rows are numbered as in the table at the time the plan was made. Sequences, tables, layers and KV heads are those of the
+/// view that it was made from: any other is a precondition broken.
 class PlanView {
  public:
   /// No plan: empty.
@@ -307,11 +309,17 @@ class PlanView {
   [[nodiscard]] const T* array(std::int64_t offset) const noexcept {
     return reinterpret_cast<const T*>(reinterpret_cast<const std::byte*>(header_) + offset);
   }
+  // Every id of a caller goes through one of the next two.
   [[nodiscard]] std::int64_t head_index(SequenceId s, LayerId l, HeadId h) const noexcept {
+    KVTRIM_ASSERT(raw(s) >= 0 && raw(s) < header_->sequences && "no such sequence of the plan");
+    KVTRIM_ASSERT(raw(l) >= 0 && raw(l) < header_->layers && "no such layer of the plan");
+    KVTRIM_ASSERT(raw(h) >= 0 && raw(h) < header_->kv_heads && "no such KV head of the plan");
     return (static_cast<std::int64_t>(raw(s)) * header_->layers + raw(l)) * header_->kv_heads +
            raw(h);
   }
   [[nodiscard]] std::int64_t table_index(SequenceId s, std::int32_t t) const noexcept {
+    KVTRIM_ASSERT(raw(s) >= 0 && raw(s) < header_->sequences && "no such sequence of the plan");
+    KVTRIM_ASSERT(t >= 0 && t < layout_.tables && "no such table of the plan");
     return raw(s) * layout_.tables + t;
   }
   [[nodiscard]] std::size_t entries_after(SequenceId s, std::int32_t t) const noexcept {

@@ -66,9 +66,11 @@ namespace detail::stage {
 
 }  // namespace detail::stage
 
-/// Bytes of workspace that `plan` needs for views and observations within `shape`. Pure, monotone in every field.
+/// Bytes of workspace that `plan` needs for views and observations within `shape`. Pure, monotone in every field. A number
+/// beyond 2^62 where the extents' product is beyond 64 bits.
 template <Policy P>
 [[nodiscard]] std::size_t plan_workspace_bytes(const P& policy, const PlanShape& shape) noexcept {
+  if (!detail::is_possible(shape)) { return static_cast<std::size_t>(too_large); }
   Arena arena;
   static_cast<void>(detail::take_check(arena, shape.pages));
   static_cast<void>(

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <kvtrim/cache/live_rows.hpp>
+#include <kvtrim/core/saturating.hpp>
 #include <kvtrim/core/types.hpp>
 #include <kvtrim/observe/observation.hpp>
 
@@ -28,6 +29,21 @@ struct PlanShape {
   std::int32_t hidden = 0;       ///< width of `Observation::output`; 0: none
   std::int32_t workers = 1;      ///< of the executor
 };
+
+namespace detail {
+
+// Whether counts of heads, and of floats per worker, are numbers that anything can have: what follows multiplies them.
+[[nodiscard]] constexpr bool is_possible(const PlanShape& x) noexcept {
+  const std::int64_t widest = std::max({x.head_dim, x.value_dim, x.hidden, x.max_rows, 1});
+  constexpr std::int64_t most = 0x7FFF'FFFF;
+  return saturated_product({x.sequences, x.layers, x.kv_heads}) <= most &&
+         saturated_product({x.query_heads, x.query_rows}) <= most &&
+         saturated_product({x.head_dim, x.head_dim, x.query_heads}) <= too_large / 64 &&
+         saturated_product({std::max(1, x.query_heads), std::max(1, x.query_rows), widest}) <=
+             too_large / 64;
+}
+
+}  // namespace detail
 
 /// Bounds for the workspace of plans over `view` as it is now.
 ///

@@ -40,12 +40,13 @@ class QueryMoments {
   /// Makes empty moments.
   /// \throws std::invalid_argument if an extent is below 1 or `sinks` negative
   explicit QueryMoments(const Params& params) : p_(params) {
-    detail::check_sizes("kvtrim::QueryMoments",
-                        {{"sequences", p_.sequences, 1},
-                         {"layers", p_.layers, 1},
-                         {"query_heads", p_.query_heads, 1},
-                         {"head_dim", p_.head_dim, 1},
-                         {"sinks", p_.sinks}});
+    const detail::Sizes sizes{{"sequences", p_.sequences, 1},
+                              {"layers", p_.layers, 1},
+                              {"query_heads", p_.query_heads, 1},
+                              {"head_dim", p_.head_dim, 1},
+                              {"sinks", p_.sinks}};
+    detail::check_sizes("kvtrim::QueryMoments", sizes);
+    detail::check_bytes("kvtrim::QueryMoments", static_cast<std::int64_t>(bytes(p_)), sizes);
     const std::size_t layers = index(p_.sequences) * index(p_.layers);
     const std::size_t heads = layers * index(p_.query_heads);
     const std::size_t dim = index(p_.head_dim);
@@ -58,14 +59,18 @@ class QueryMoments {
     covariance_.assign(heads * dim * dim, 0.0F);
   }
 
-  /// Bytes that moments allocate.
+  /// Bytes that moments allocate; `too_large` beyond 64 bits.
   [[nodiscard]] static constexpr std::size_t bytes(const Params& p) noexcept {
-    const std::size_t layers = index(p.sequences) * index(p.layers);
-    const std::size_t dim = index(p.head_dim);
-    const std::size_t head = sizeof(std::int64_t) +
-                             (2 * dim + dim * (dim + 1) / 2) * sizeof(double) +
-                             (dim + dim * dim) * sizeof(float);
-    return layers * (sizeof(std::int64_t) + index(p.query_heads) * head);
+    constexpr std::int64_t per_dim = 2 * sizeof(double) + sizeof(float);
+    const std::int64_t dim = p.head_dim;
+    const std::int64_t head =
+        saturated_sum({std::int64_t{sizeof(std::int64_t)},
+                       per_dim * dim,
+                       saturated_product({dim * (dim + 1) / 2, sizeof(double)}),
+                       saturated_product({dim, dim, sizeof(float)})});
+    const std::int64_t layer = saturated_sum(
+        {std::int64_t{sizeof(std::int64_t)}, saturated_product({p.query_heads, head})});
+    return static_cast<std::size_t>(saturated_product({p.sequences, p.layers, layer}));
   }
 
   /// Adds the queries of a chunk of sequence `s`, those of one layer; call it for each layer.
@@ -98,8 +103,7 @@ class QueryMoments {
                  LayerId query_layer,
                  std::int32_t first_head,
                  std::int32_t heads) noexcept {
-    KVTRIM_ASSERT(queries.query_heads == p_.query_heads && raw(s) < p_.sequences &&
-                  raw(l) < p_.layers);
+    KVTRIM_ASSERT(queries.query_heads == p_.query_heads);
     const auto sinks = static_cast<std::int32_t>(p_.sinks - seen_[layer_index(s, l)]);
     const std::int32_t rows = queries.count(from);
     for (std::int32_t head = first_head; head < first_head + heads; ++head) {
@@ -144,7 +148,7 @@ class QueryMoments {
   void reset(SequenceId s) noexcept {
     const auto clear = [&](auto& v) {
       const std::size_t part = v.size() / index(p_.sequences);
-      std::fill_n(v.data() + part * index(raw(s)), part, 0);
+      std::fill_n(v.data() + part * slot_index(s), part, 0);
     };
     clear(seen_), clear(counts_), clear(means_), clear(products_);
   }
@@ -153,7 +157,7 @@ class QueryMoments {
   void fork(SequenceId from, SequenceId to) noexcept {
     const auto copy = [&](auto& v) {
       const std::size_t part = v.size() / index(p_.sequences);
-      std::copy_n(v.data() + part * index(raw(from)), part, v.data() + part * index(raw(to)));
+      std::copy_n(v.data() + part * slot_index(from), part, v.data() + part * slot_index(to));
     };
     copy(seen_), copy(counts_), copy(means_), copy(products_), copy(mean_), copy(covariance_);
   }
@@ -163,7 +167,7 @@ class QueryMoments {
 
   /// The same, with sequence `s` as sequence 0; for a view of that one sequence.
   [[nodiscard]] QueryStatistics statistics(SequenceId s) const noexcept {
-    const std::size_t first = index(raw(s)) * index(p_.layers) * index(p_.query_heads);
+    const std::size_t first = layer_index(s, LayerId{0}) * index(p_.query_heads);
     const std::size_t dim = index(p_.head_dim);
     QueryStatistics q;
     q.mean = mean_.data() + first * dim;
@@ -185,8 +189,14 @@ class QueryMoments {
   [[nodiscard]] std::size_t triangle() const noexcept {
     return index(p_.head_dim) * (index(p_.head_dim) + 1) / 2;
   }
+  // Every id of a caller goes through one of the next two.
+  [[nodiscard]] std::size_t slot_index(SequenceId s) const noexcept {
+    KVTRIM_ASSERT(raw(s) >= 0 && raw(s) < p_.sequences && "no such sequence of the moments");
+    return index(raw(s));
+  }
   [[nodiscard]] std::size_t layer_index(SequenceId s, LayerId l) const noexcept {
-    return index(raw(s)) * index(p_.layers) + index(raw(l));
+    KVTRIM_ASSERT(raw(l) >= 0 && raw(l) < p_.layers && "no such layer of the moments");
+    return slot_index(s) * index(p_.layers) + index(raw(l));
   }
 
   void add(std::size_t layer, std::int32_t head, const float* query) noexcept {

@@ -41,12 +41,13 @@ class QueryRing {
   /// Makes an empty ring.
   /// \throws std::invalid_argument if an extent is below 1
   explicit QueryRing(const Params& params) : p_(params) {
-    detail::check_sizes("kvtrim::QueryRing",
-                        {{"sequences", p_.sequences, 1},
-                         {"layers", p_.layers, 1},
-                         {"query_heads", p_.query_heads, 1},
-                         {"head_dim", p_.head_dim, 1},
-                         {"window", p_.window, 1}});
+    const detail::Sizes sizes{{"sequences", p_.sequences, 1},
+                              {"layers", p_.layers, 1},
+                              {"query_heads", p_.query_heads, 1},
+                              {"head_dim", p_.head_dim, 1},
+                              {"window", p_.window, 1, 0x3FFF'FFFF}};
+    detail::check_sizes("kvtrim::QueryRing", sizes);
+    detail::check_bytes("kvtrim::QueryRing", static_cast<std::int64_t>(bytes(p_)), sizes);
     const auto heads = index(p_.sequences) * index(p_.layers) * index(p_.query_heads);
     queries_.resize(heads * index(2 * p_.window) * index(p_.head_dim));
     if (p_.lse) { lse_.resize(heads * index(2 * p_.window)); }
@@ -57,14 +58,17 @@ class QueryRing {
     layers_.assign(index(p_.sequences) * index(p_.layers), {});
   }
 
-  /// Bytes that a ring allocates.
+  /// Bytes that a ring allocates; `too_large` beyond 64 bits.
   [[nodiscard]] static constexpr std::size_t bytes(const Params& p) noexcept {
-    const std::size_t rows = index(p.sequences) * 2 * index(p.window);
-    const std::size_t heads = index(p.layers) * index(p.query_heads);
-    return rows * heads * (index(p.head_dim) + (p.lse ? 1 : 0)) * sizeof(float) +
-           rows * sizeof(Position) +
-           index(p.sequences) * (2 * sizeof(std::int32_t) + sizeof(std::int64_t)) +
-           index(p.sequences) * index(p.layers) * sizeof(Layer);
+    const std::int64_t rows = std::int64_t{2} * p.window;
+    const std::int64_t row = saturated_product(
+        {p.layers, p.query_heads, std::int64_t{p.head_dim} + (p.lse ? 1 : 0), sizeof(float)});
+    const std::int64_t sequence =
+        saturated_sum({saturated_product({rows, row}),
+                       rows * static_cast<std::int64_t>(sizeof(Position)),
+                       static_cast<std::int64_t>(2 * sizeof(std::int32_t) + sizeof(std::int64_t)),
+                       p.layers * static_cast<std::int64_t>(sizeof(Layer))});
+    return static_cast<std::size_t>(saturated_product({p.sequences, sequence}));
   }
 
   /// Stores `n` queries of one layer; call it for each layer of a chunk, with the same positions.
@@ -107,15 +111,14 @@ class QueryRing {
              SequenceId from,
              std::int32_t first_head,
              std::int32_t heads) noexcept {
-    KVTRIM_ASSERT((step.lse != nullptr || !p_.lse) && raw(s) < p_.sequences && raw(l) < p_.layers);
+    KVTRIM_ASSERT((step.lse != nullptr || !p_.lse) && "the ring keeps an LSE, the step has none");
     const std::int32_t n = step.count(from);
     const std::int32_t begin = std::max(0, n - p_.window);
     const auto begin_slot = static_cast<std::int32_t>((layer(s, l).seen + begin) % p_.window);
     const std::int64_t row = p_.head_dim;
     for (std::int32_t h = first_head; h < first_head + heads; ++h) {
       const std::int64_t head =
-          ((static_cast<std::int64_t>(raw(s)) * p_.layers + raw(l)) * p_.query_heads + h) * 2 *
-          p_.window;
+          (static_cast<std::int64_t>(layer_index(s, l)) * p_.query_heads + h) * 2 * p_.window;
       std::int32_t slot = begin_slot;
       for (std::int32_t i = begin; i < n; ++i) {
         const float* const query = step.row(from, LayerId{0}, h, i);
@@ -211,7 +214,7 @@ class QueryRing {
   void fork(SequenceId from, SequenceId to) noexcept {
     const auto copy = [&](auto& v) {
       const std::size_t part = v.size() / index(p_.sequences);
-      std::copy_n(v.data() + part * index(raw(from)), part, v.data() + part * index(raw(to)));
+      std::copy_n(v.data() + part * slot_index(from), part, v.data() + part * slot_index(to));
     };
     copy(queries_), copy(lse_), copy(positions_), copy(firsts_), copy(counts_), copy(shown_),
         copy(layers_);
@@ -221,7 +224,9 @@ class QueryRing {
   [[nodiscard]] QueryBlock queries() const noexcept { return block(0); }
 
   /// The queries of sequence `s` alone, as sequence 0; for a view of that one sequence.
-  [[nodiscard]] QueryBlock queries(SequenceId s) const noexcept { return block(raw(s)); }
+  [[nodiscard]] QueryBlock queries(SequenceId s) const noexcept {
+    return block(static_cast<std::int64_t>(slot_index(s)));
+  }
 
   /// The parameters.
   [[nodiscard]] const Params& params() const noexcept { return p_; }
@@ -236,11 +241,20 @@ class QueryRing {
   static constexpr std::size_t index(std::int64_t i) noexcept {
     return static_cast<std::size_t>(i);
   }
+  // Every id of a caller goes through one of the next two.
+  [[nodiscard]] std::size_t slot_index(SequenceId s) const noexcept {
+    KVTRIM_ASSERT(raw(s) >= 0 && raw(s) < p_.sequences && "no such sequence of the ring");
+    return index(raw(s));
+  }
+  [[nodiscard]] std::size_t layer_index(SequenceId s, LayerId l) const noexcept {
+    KVTRIM_ASSERT(raw(l) >= 0 && raw(l) < p_.layers && "no such layer of the ring");
+    return slot_index(s) * index(p_.layers) + index(raw(l));
+  }
   [[nodiscard]] Layer& layer(SequenceId s, LayerId l) noexcept {
-    return layers_[index(raw(s)) * index(p_.layers) + index(raw(l))];
+    return layers_[layer_index(s, l)];
   }
   [[nodiscard]] const Layer& layer(SequenceId s, LayerId l) const noexcept {
-    return layers_[index(raw(s)) * index(p_.layers) + index(raw(l))];
+    return layers_[layer_index(s, l)];
   }
   [[nodiscard]] Position& position_at(SequenceId s, std::int64_t place) noexcept {
     return positions_[index(raw(s) * static_cast<std::int64_t>(2 * p_.window) + place)];

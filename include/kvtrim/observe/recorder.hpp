@@ -76,8 +76,13 @@ class Recorder {
   /// head of each layer and slot.
   [[nodiscard]] static std::size_t bytes(const Needs& needs, const Params& params) noexcept {
     const std::size_t slots = index(params.sequences);
-    return (needs.window > 0 ? QueryRing::bytes(detail::ring_params(needs, params)) : 0) +
-           (needs.moments ? QueryMoments::bytes(detail::moment_params(needs, params)) : 0) +
+    const std::size_t parts[]{
+        needs.window > 0 ? QueryRing::bytes(detail::ring_params(needs, params)) : 0,
+        needs.moments ? QueryMoments::bytes(detail::moment_params(needs, params)) : 0};
+    for (const std::size_t part : parts) {
+      if (part > static_cast<std::size_t>(too_large / 4)) { return part; }
+    }
+    return parts[0] + parts[1] +
            detail::record_scratch_bytes(needs, params) * index(params.workers) +
            detail::SlotBlocks::bytes(params.sequences) +
            slots * (sizeof(std::int32_t) + sizeof(std::int64_t)) +

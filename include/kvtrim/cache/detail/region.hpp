@@ -6,6 +6,7 @@
 // looking at elements.
 
 #include <kvtrim/cache/plane.hpp>
+#include <kvtrim/core/saturating.hpp>
 #include <kvtrim/core/types.hpp>
 
 #include <cstddef>
@@ -48,9 +49,22 @@ class Region {
   // The last call: no axis is added any more.
   KVTRIM_HOST_DEVICE constexpr void close() noexcept {
     reach_[count_] = bytes_;
-    for (std::int32_t i = count_; i-- > 0;) {
-      reach_[i] = reach_[i + 1] + (axes_[i].extent - 1) * axes_[i].stride;
+    for (std::int32_t i = count_; i-- > 0;) {  // without sign: beyond 64 bits it wraps around
+      reach_[i] = static_cast<std::int64_t>(static_cast<std::uint64_t>(reach_[i + 1]) +
+                                            static_cast<std::uint64_t>(axes_[i].extent - 1) *
+                                                static_cast<std::uint64_t>(axes_[i].stride));
     }
+  }
+
+  // The smallest axis that reaches beyond 64 bits; -1: none does.
+  [[nodiscard]] constexpr std::int32_t overflow() const noexcept {
+    for (std::int32_t i = count_; i-- > 0;) {
+      constexpr std::int64_t most =
+          too_large / 2;  // so that two regions' distance is a number, too
+      const Axis& a = axes_[i];
+      if (a.stride > 0 && a.extent - 1 > (most - reach_[i + 1]) / a.stride) { return i; }
+    }
+    return -1;
   }
 
   // Bytes from the first element to the end of the last one, over the axes from number `level` on.

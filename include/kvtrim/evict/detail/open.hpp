@@ -43,6 +43,7 @@ template <Policy P>
   }
   if (status != Status::ok) { return status; }
   const PlanShape shape = plan_shape(view, obs, workers);
+  if (!is_possible(shape)) { return Status::workspace_too_small; }
   draft.memory = PlanMemory::take(arena, shape, plan_needs(policy, shape, rows || pages));
   if (!arena.ok()) { return Status::workspace_too_small; }
   PlanHeader& header = draft.header();

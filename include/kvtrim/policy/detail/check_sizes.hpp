@@ -8,6 +8,7 @@
 
 #include <kvtrim/core/config.hpp>
 #include <kvtrim/core/error.hpp>
+#include <kvtrim/core/saturating.hpp>
 #include <kvtrim/policy/policy.hpp>
 
 #include <cstdint>
@@ -57,6 +58,13 @@ using Sizes = std::initializer_list<Size>;
 constexpr void check_sizes(std::string_view who, Sizes sizes) {
   for (const Size& s : sizes) {
     if (!s.fits()) { throw_size(who, s, sizes); }
+  }
+}
+
+/// \throws std::length_error if an object of these sizes would take more bytes than can be counted
+inline void check_bytes(std::string_view who, std::int64_t bytes, Sizes sizes) {
+  if (bytes > too_large / 2) {
+    throw_length_error("{}: more bytes than 63 bits can count ({})", who, listed(sizes, ", "));
   }
 }
 
