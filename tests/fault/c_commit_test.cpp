@@ -273,10 +273,10 @@ TEST_CASE("C06 a page that nobody holds is not returned again", "[fault][pool]")
   EnginePages engine(3, 4, 1, 2, {{0, 2}});
   std::array<PageId, 3> freed{};
   DenseTables tables(engine.view(), engine.ids.data(), nullptr, counts.data(), freed);
-  CHECK(tables.release(PageId{0}));
-  CHECK_FALSE(tables.release(PageId{0}));
-  CHECK_FALSE(tables.release(PageId{1}));
-  CHECK_FALSE(tables.release(PageId{2}));
+  CHECK(tables.release(ReleasedPage{PageId{0}, {}, 0, {}, {}}));
+  CHECK_FALSE(tables.release(ReleasedPage{PageId{0}, {}, 0, {}, {}}));
+  CHECK_FALSE(tables.release(ReleasedPage{PageId{1}, {}, 0, {}, {}}));
+  CHECK_FALSE(tables.release(ReleasedPage{PageId{2}, {}, 0, {}, {}}));
   CHECK(counts == std::array<std::int32_t, 3>{0, 0, 1});
   CHECK(tables.freed().size() == 1);
 }

@@ -102,7 +102,7 @@ class EntryCheck {
         std::min<std::int64_t>(view_.first_row(s) / view_.page_size, used));
     ViewFault fault;
     const auto sound = [&](std::int32_t e, PageId p) {
-      const Status status = visit(p);
+      const Status status = visit(p, l, h);
       if (status != Status::ok) { fault = {status, raw(s), t, e, raw(p), 0}; }
       return status == Status::ok;
     };
@@ -121,12 +121,12 @@ class EntryCheck {
 
  private:
   // Where every page is writable, none may be seen twice, and its owner does not matter.
-  [[nodiscard]] Status visit(PageId p) const noexcept {
+  [[nodiscard]] Status visit(PageId p, LayerId l, HeadId h) const noexcept {
     if (raw(p) < 0 || raw(p) >= view_.pages) { return Status::page_out_of_range; }
     const std::uint64_t before = seen_[word(p)];
     const bool twice = all_writable_ ? (before & bit(p)) != 0
                                      : (own_[word(p)] & bit(p)) != 0 ||
-                                           ((before & bit(p)) != 0 && view_.writable(p));
+                                           ((before & bit(p)) != 0 && view_.writable(p, l, h));
     if (twice) { return Status::page_twice; }
     seen_[word(p)] = before | bit(p);
     if (!all_writable_) { own_[word(p)] |= bit(p); }

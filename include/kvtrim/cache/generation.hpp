@@ -75,7 +75,7 @@ inline std::uint64_t raise_generation(const CacheView& view, std::int64_t table)
   const std::int32_t* const entries = view.table.row(s, l, h);
   const bool all_writable = !writable || view.writable.all();
   const auto held = [&](PageId p) {
-    return raw(p) >= 0 && raw(p) < view.pages && view.writable(p);
+    return raw(p) >= 0 && raw(p) < view.pages && view.writable(p, l, h);
   };
   const auto word = [&](std::int64_t e) {
     const PageId k = view.table.page(entries[e]);

@@ -66,16 +66,26 @@ struct Writable {
   const std::int32_t* ref_counts =
       nullptr;  ///< [pages]; a page is writable while its count is at most 1
   const std::uint64_t* bits = nullptr;  ///< [pages / 64]; a set bit is a writable page
+  /// Pages between the counts, or the bits, of layers that have a pool of their own: page 3 is other memory in each of them.
+  /// 0: one count serves all layers.
+  std::int64_t layer_stride = 0;
+  std::int64_t head_stride = 0;  ///< the same between KV heads
 
   /// Whether every page may be written.
   [[nodiscard]] KVTRIM_HOST_DEVICE constexpr bool all() const noexcept {
     return ref_counts == nullptr && bits == nullptr;
   }
-  /// Whether page `p` may be written.
-  [[nodiscard]] KVTRIM_HOST_DEVICE bool operator()(PageId p) const noexcept {
-    if (ref_counts != nullptr && ref_counts[raw(p)] > 1) { return false; }
-    return bits == nullptr ||
-           ((bits[raw(p) / 64] >> static_cast<unsigned>(raw(p) % 64)) & 1U) != 0U;
+  /// Place of the count, or the bit, of page `p` of (layer, KV head).
+  [[nodiscard]] KVTRIM_HOST_DEVICE constexpr std::int64_t index(PageId p,
+                                                                LayerId l,
+                                                                HeadId h) const noexcept {
+    return raw(p) + raw(l) * layer_stride + raw(h) * head_stride;
+  }
+  /// Whether page `p` of (layer, KV head) may be written.
+  [[nodiscard]] KVTRIM_HOST_DEVICE bool operator()(PageId p, LayerId l, HeadId h) const noexcept {
+    const std::int64_t i = index(p, l, h);
+    if (ref_counts != nullptr && ref_counts[i] > 1) { return false; }
+    return bits == nullptr || ((bits[i / 64] >> static_cast<unsigned>(i % 64)) & 1U) != 0U;
   }
 };
 

@@ -26,6 +26,17 @@ struct TableUpdate {
   std::span<const std::int32_t> sources{};
 };
 
+/// A page that left a table: which one, where layers or KV heads have pools of their own. A sink that does not ask takes it as
+/// a `PageId`.
+struct ReleasedPage {
+  PageId page;          ///< the page
+  SequenceId sequence;  ///< sequence of the table
+  std::int32_t table;   ///< which of the sequence's tables
+  LayerId layer;        ///< first layer it serves
+  HeadId head;          ///< first KV head it serves
+  KVTRIM_HOST_DEVICE constexpr operator PageId() const noexcept { return page; }
+};
+
 namespace detail {
 struct TableSinkArchetype {
   void update(const TableUpdate&) noexcept {}
@@ -40,10 +51,12 @@ struct TableSinkArchetype {
 /// | `s.update(u)` | `void`    | store the table's pages, length and state                                       |
 /// | `s.release(p)`| to `bool` | page `p` left one table: drop one reference; true if nobody holds it any longer |
 ///
+/// `p` is a `ReleasedPage`, or a `PageId` where every page has one count.
+///
 /// Both are `noexcept`. Semantics the compiler cannot check: all updates come before the first release; the releases of a table
 /// come tail first.
 template <class S>
-concept TableSink = requires(S& s, const TableUpdate& u, PageId p) {
+concept TableSink = requires(S& s, const TableUpdate& u, const ReleasedPage& p) {
   { s.update(u) } noexcept;
   { s.release(p) } noexcept -> std::convertible_to<bool>;
 };

@@ -9,6 +9,7 @@
 #include <kvtrim/evict/detail/same_cache.hpp>
 #include <kvtrim/evict/plan.hpp>
 
+#include <algorithm>
 #include <cstdint>
 #include <span>
 
@@ -135,9 +136,11 @@ Report commit(const PlanRef& plan, const CacheView& view, S& sink) noexcept {
   }
   if (any && report.status == Status::stale_plan) { report.status = plan.status(); }
   plan.for_each_evicting([&](SequenceId s, std::int32_t t) {
+    const LayerId l = view.first_layer(t);
+    const HeadId h = view.first_head(t);
     for (const PageId p : plan.released(s, t)) {
       ++report.dropped_pages;
-      report.released_pages += sink.release(p) ? 1 : 0;
+      report.released_pages += sink.release(ReleasedPage{p, s, t, l, h}) ? 1 : 0;
       KVTRIM_ASSERT(header->stage == PlanStage::committed && "the plan's workspace was used again");
     }
   });
@@ -156,12 +159,22 @@ class DenseTables {
   /// \param lengths     the same array as `view.lengths`, writable; null: none
   /// \param ref_counts  the same array as `view.writable.ref_counts`, writable; null: every dropped page is free
   /// \param[out] freed  receives the free pages, tail first per table; if it is too small, the rest is only counted
+  /// \param[out] freed_tables  receives the table that each of them left (`CacheView::table_index`): where layers or KV heads
+  ///   have pools of their own, that says which pool it goes back to. As long as `freed`; empty: not wanted
   DenseTables(const CacheView& view,
               std::int32_t* ids,
               std::int32_t* lengths,
               std::int32_t* ref_counts,
-              std::span<PageId> freed) noexcept
-      : view_(view), ids_(ids), lengths_(lengths), ref_counts_(ref_counts), freed_(freed) {
+              std::span<PageId> freed,
+              std::span<std::int64_t> freed_tables = {}) noexcept
+      : view_(view),
+        ids_(ids),
+        lengths_(lengths),
+        ref_counts_(ref_counts),
+        freed_(freed),
+        freed_tables_(freed_tables) {
+    KVTRIM_ASSERT((freed_tables.empty() || freed_tables.size() == freed.size()) &&
+                  "as many tables as freed pages");
     KVTRIM_ASSERT(view.table.indptr == nullptr);
   }
 
@@ -188,20 +201,27 @@ class DenseTables {
     }
   }
   /// Drops one reference.
-  bool release(PageId p) noexcept {
+  bool release(const ReleasedPage& p) noexcept {
     if (ref_counts_ != nullptr) {
-      std::int32_t& count = ref_counts_[raw(p)];
+      std::int32_t& count = ref_counts_[view_.writable.index(p.page, p.layer, p.head)];
       if (count <= 0) { return false; }
       --count;
       if (count > 0) { return false; }
     }
-    if (count_ < freed_.size()) { freed_[count_] = p; }
+    if (count_ < freed_.size()) { freed_[count_] = p.page; }
+    if (count_ < freed_tables_.size()) {
+      freed_tables_[count_] = view_.table_index(p.sequence, p.table);
+    }
     ++count_;
     return true;
   }
   /// Pages that became free so far.
   [[nodiscard]] std::span<const PageId> freed() const noexcept {
-    return freed_.first(count_ < freed_.size() ? count_ : freed_.size());
+    return freed_.first(std::min(count_, freed_.size()));
+  }
+  /// Tables that they left; empty if that was not wanted.
+  [[nodiscard]] std::span<const std::int64_t> freed_tables() const noexcept {
+    return freed_tables_.first(std::min(count_, freed_tables_.size()));
   }
 
  private:
@@ -218,6 +238,7 @@ class DenseTables {
   std::int32_t* lengths_;
   std::int32_t* ref_counts_;
   std::span<PageId> freed_;
+  std::span<std::int64_t> freed_tables_;
   std::size_t count_ = 0;
 };
 static_assert(TableSink<DenseTables>);

@@ -143,7 +143,7 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(table_threads)
       unsigned writable = 0;
       const auto visit = [&](PageId p, unsigned bit) {
         const bool in_pool = raw(p) >= 0 && raw(p) < view.pages;
-        const bool may_write = in_pool && view.writable(p);
+        const bool may_write = in_pool && view.writable(p, l, h);
         writable |= may_write ? bit : 0U;
         if (verify || e < first_row / view.page_size) { return; }
         if (!in_pool) {
@@ -373,7 +373,8 @@ struct ClosingTable {
   }
   KVTRIM_DEVICE bool entry_is_shared(const TablePlan& table, std::int32_t e) const {
     if (e < table.first_row / view.page_size) { return false; }
-    return !view.writable(view.k_page(s, l0, h0, e)) || !view.writable(view.v_page(s, l0, h0, e));
+    return !view.writable(view.k_page(s, l0, h0, e), l0, h0) ||
+           !view.writable(view.v_page(s, l0, h0, e), l0, h0);
   }
 };
 

@@ -101,7 +101,7 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(Threads) rerotate_kernel(RerotateArgs a) {
       const PageId page =
           a.view.k_page(tile.sequence, tile.layer, tile.head, place / a.view.page_size);
       __syncwarp();  // all lanes have read the position that lane 0 writes below
-      if (before == after || !a.view.writable(page)) { continue; }
+      if (before == after || !a.view.writable(page, tile.layer, tile.head)) { continue; }
       const Slot slot{place % a.view.page_size};
       std::byte* const key = to.row(tile.layer, page, tile.head, slot);
       const std::byte* from = key;

@@ -8,8 +8,8 @@
 #include <kvtrim/cache/generation.hpp>
 #include <kvtrim/cache/live_rows.hpp>
 #include <kvtrim/evict/detail/follow.hpp>
+#include <kvtrim/evict/detail/own_pages.hpp>
 #include <kvtrim/evict/detail/same_cache.hpp>
-#include <kvtrim/evict/detail/spares.hpp>
 #include <kvtrim/evict/plan.hpp>
 #include <kvtrim/evict/rerotate.hpp>
 
@@ -240,11 +240,7 @@ class PlanCheck {
   // Counts the rows that move; none is written to, nor its key turned, where the page may not be written.
   [[nodiscard]] bool writes_own_pages(const HeadRef& head, const TablePlan& p, const HeadPlan& q) {
     const auto sources = plan_.sources(head.sequence, head.table());
-    const auto own = [&](std::int32_t e) {
-      return view_.writable.all() ||
-             (view_.writable(view_.k_page(head.sequence, head.layer, head.head, e)) &&
-              view_.writable(view_.v_page(head.sequence, head.layer, head.head, e)));
-    };
+    const auto own = [&](std::int32_t e) { return owns_entry(head, e); };
     const auto entry = [&](std::int32_t row) { return (row + p.first_row) / view_.page_size; };
     bool sound = true;
     std::int64_t moved = 0;

@@ -8,8 +8,8 @@
 #include <kvtrim/cache/move.hpp>
 #include <kvtrim/evict/detail/closing.hpp>
 #include <kvtrim/evict/detail/open.hpp>
+#include <kvtrim/evict/detail/own_pages.hpp>
 #include <kvtrim/evict/detail/plan_draft.hpp>
-#include <kvtrim/evict/detail/spares.hpp>
 #include <kvtrim/select/pages.hpp>
 
 #include <algorithm>

@@ -10,6 +10,7 @@
 #include <kvtrim/cache/head_ref.hpp>
 #include <kvtrim/core/arena.hpp>
 #include <kvtrim/core/executor.hpp>
+#include <kvtrim/evict/detail/own_pages.hpp>
 #include <kvtrim/evict/plan.hpp>
 #include <kvtrim/evict/plan_options.hpp>
 #include <kvtrim/observe/plan_shape.hpp>
@@ -246,10 +247,7 @@ struct PlanDraft {
     return view.first_row(s) / view.page_size;
   }
   [[nodiscard]] bool shared_entry(SequenceId s, std::int32_t t, std::int32_t e) const noexcept {
-    if (view.writable.all() || e < padding_entries(s)) { return false; }
-    const LayerId l = view.first_layer(t);
-    const HeadId h = view.first_head(t);
-    return !view.writable(view.k_page(s, l, h, e)) || !view.writable(view.v_page(s, l, h, e));
+    return e >= padding_entries(s) && !owns_entry(first_head(s, t), e);
   }
   // Whether anything can tell the order of rows that are no longer in the order of their positions.
   [[nodiscard]] bool records_order() const noexcept {
