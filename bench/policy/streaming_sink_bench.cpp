@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The page drop of a sliding window of 1,024 rows: plan, apply and commit, for tables that are due. Compared with a memmove of
-// the table's entries, which is all that must happen. 0 bytes of keys and values move; per-row planes, if the engine keeps
-// any, close up with the table.
+// The page drop of a sliding window: plan, apply and commit, for tables that are due, and for tables that are not (`idle`), as
+// most are at most steps. Compared with a memmove of the table's entries, which is all that must happen. 0 bytes of keys and
+// values move; per-row planes, if the engine keeps any, close up with the table.
 
 #include <kvtrim/evict/apply.hpp>
 #include <kvtrim/evict/commit.hpp>
@@ -21,17 +21,26 @@ namespace {
 
 enum class Planes : std::uint8_t { none, common, per_head };
 
-void drop(benchmark::State& state, std::int32_t sequences, std::int32_t layers, Planes planes) {
+struct Case {
+  std::int32_t sequences = 1;
+  std::int32_t layers = 1;
+  Planes planes = Planes::none;
+  std::int32_t recent = 1024;
+  bool due = true;
+};
+
+void drop(benchmark::State& state, const Case& x) {
+  const auto [sequences, layers, planes, recent, due] = x;
   Shape shape;
   shape.sequences = sequences;
   shape.dim = 16;  // keys and values are not looked at
-  shape.tokens = 4 + 1024 + 32;
+  shape.tokens = 4 + recent + 32;
   shape.tokens = (shape.tokens + 15) / 16 * 16;
   EngineCache cache(shape, {.values = false, .positions = planes != Planes::none});
   CacheView view = cache.view();
   view.layers = layers;  // of one table; there is memory for one layer, none of which is touched
   if (planes == Planes::common) { view.positions.head_stride = view.positions.layer_stride = 0; }
-  const StreamingSink policy;
+  const StreamingSink policy({.recent = due ? recent : shape.tokens});
   std::vector<std::byte> workspace(plan_workspace_bytes(policy, plan_shape(view)));
   std::vector<PageId> freed(static_cast<std::size_t>(view.pages));
   Report last;
@@ -48,29 +57,40 @@ void drop(benchmark::State& state, std::int32_t sequences, std::int32_t layers, 
     }
   };
   const Pairs p = interleave([&] { cache.reset(); }, op, bound);
-  if (last.status != Status::ok || last.bytes_moved != 0 || last.released_pages < sequences) {
-    state.SkipWithError("no page was dropped");
+  const bool right = due ? last.released_pages >= sequences : last.released_pages == 0;
+  if (last.status != Status::ok || last.bytes_moved != 0 || !right) {
+    state.SkipWithError(due ? "no page was dropped" : "a page was dropped");
     return;
   }
   report(state, p, {.items = static_cast<double>(sequences) * layers});
   state.counters["ns_a_layer"] = p.op / sequences / layers * 1e9;  // and sequence
 }
 
-void add(std::int32_t sequences, std::int32_t layers, Planes planes) {
-  const char* const name = planes == Planes::none     ? "none"
-                           : planes == Planes::common ? "common"
-                                                      : "per_head";
-  line(std::string("policy/streaming_sink/pages/planes:") + name + "/recent:1024/page:16/layers:" +
-           std::to_string(layers) + "/sequences:" + std::to_string(sequences),
-       [=](benchmark::State& state) { drop(state, sequences, layers, planes); });
+void add(const Case& x) {
+  const char* const name = x.planes == Planes::none     ? "none"
+                           : x.planes == Planes::common ? "common"
+                                                        : "per_head";
+  line(std::string("policy/streaming_sink/") + (x.due ? "pages" : "idle") + "/planes:" + name +
+           "/recent:" + std::to_string(x.recent) + "/page:16/layers:" + std::to_string(x.layers) +
+           "/sequences:" + std::to_string(x.sequences),
+       [=](benchmark::State& state) { drop(state, x); });
 }
 
 const bool registered = [] {
-  for (const std::int32_t sequences : {1, 16, 64}) { add(sequences, 1, Planes::none); }
-  for (const std::int32_t layers : {8, 32}) { add(16, layers, Planes::none); }
-  add(16, 1, Planes::common);
-  add(16, 32, Planes::common);
-  add(16, 1, Planes::per_head);
+  for (const std::int32_t sequences : {1, 16, 64}) { add({.sequences = sequences}); }
+  for (const std::int32_t layers : {8, 32}) { add({.sequences = 16, .layers = layers}); }
+  add({.sequences = 16, .planes = Planes::common});
+  add({.sequences = 16, .layers = 32, .planes = Planes::common});
+  add({.sequences = 16, .planes = Planes::per_head});
+  for (const bool due : {true, false}) {
+    for (const std::int32_t recent : {1024, 32'768}) {
+      add({.sequences = 32, .recent = recent, .due = due});
+    }
+  }
+  for (const std::int32_t layers : {1, 32}) {  // the states of all tables are looked at: 1 and 64
+    add({.sequences = 1, .layers = layers, .due = false});
+    add({.sequences = 64, .layers = layers, .due = false});
+  }
   return true;
 }();
 

@@ -108,7 +108,7 @@ template <Policy P, Executor E = Serial>
   detail::PlanDraft draft{view, options};
   Status status = stage::check(policy, obs, workspace, executor.workers(), draft);
   if (usable(status)) { status = stage::open(policy, obs, draft, executor); }
-  if (usable(status)) {
+  if (usable(status) && draft.evicts()) {  // most steps evict nothing, and pay for no head
     stage::score(policy, obs, draft, executor);
     status = stage::select(policy, obs, draft, executor);
   }

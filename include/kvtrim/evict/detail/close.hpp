@@ -229,10 +229,8 @@ template <Policy P>
 [[nodiscard]] Status close(const P& policy,
                            const Observation& obs,
                            const PlanDraft& draft) noexcept {
-  bool any = false;
-  draft.plan.view().for_each_evicting([&](SequenceId, std::int32_t) { any = true; });
   const auto spares = draft.options.spare_pages;
-  if (any && draft.options.shared == SharedPages::copy &&
+  if (draft.evicts() && draft.options.shared == SharedPages::copy &&
       !are_spare(draft.view, spares, draft.check_scratch)) {
     return Status::bad_options;
   }

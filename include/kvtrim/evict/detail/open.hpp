@@ -31,6 +31,12 @@ template <Policy P>
     return fault.status;
   }
   if (!view.is_of_model()) { return Status::bad_observation; }
+  if constexpr (PagePolicy<P>) {  // sets of their own for layers that share a table
+    if (policy.unit() == PageUnit::per_layer && view.scope == TableScope::group &&
+        view.layers > 1) {
+      return Status::unequal_budget;
+    }
+  }
   const bool rows = rows_given<P>(obs);
   const bool pages = pages_given<P>(obs);
   Status status = Status::ok;
@@ -231,6 +237,8 @@ template <Policy P, Executor E>
   const CacheView& view = draft.view;
   const PlanOptions& options = draft.options;
   const PositionMode positions = draft.header().positions;
+  // A demand depends on the layer; on the head, by its budget alone.
+  const bool heads_differ = AdaptivePolicy<P> || obs.budgets != nullptr;
   Status status = Status::ok;
   bool any = false;
   draft.for_each_table([&](SequenceId s, std::int32_t t) {
@@ -254,15 +262,18 @@ template <Policy P, Executor E>
     any = any || plan.evicts;
     const bool served = choose_removal(policy, draft, state, demand, plan);
     if (!usable(demand.status)) { status = demand.status; }
-    draft.for_each_head(s, t, [&](const HeadRef& head) {
-      if (obs.budget(s, head.layer, head.head) < policy_budget) {
-        status = Status::bad_observation;
+    for (std::int32_t l = 0; l < view.layers_per_table(); ++l) {
+      for (std::int32_t h = 0; h < (heads_differ ? view.heads_per_table() : 1); ++h) {
+        const HeadRef head{view, s, LayerId{raw(first.layer) + l}, HeadId{raw(first.head) + h}};
+        if (obs.budget(s, head.layer, head.head) < policy_budget) {
+          status = Status::bad_observation;
+        }
+        const std::int32_t keep = demand_of(policy, obs, draft, head).keep;
+        if (std::min(keep, plan.live_before) != std::min(demand.keep, plan.live_before)) {
+          status = Status::unequal_budget;
+        }
       }
-      const std::int32_t keep = demand_of(policy, obs, draft, head).keep;
-      if (std::min(keep, plan.live_before) != std::min(demand.keep, plan.live_before)) {
-        status = Status::unequal_budget;
-      }
-    });
+    }
     if (!plan.evicts) { return; }
     if (!served) { status = Status::bad_options; }
     if (state.open) { status = Status::step_open; }

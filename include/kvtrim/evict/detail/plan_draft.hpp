@@ -262,6 +262,12 @@ struct PlanDraft {
     return options.rerotator != nullptr && options.rerotator->turns(head, r, rank);
   }
 
+  // Whether anything goes from any table.
+  [[nodiscard]] bool evicts() const noexcept {
+    bool any = false;
+    plan.view().for_each_evicting([&](SequenceId, std::int32_t) { any = true; });
+    return any;
+  }
   // Calls f(sequence, table).
   template <class F>
   void for_each_table(F&& f) const noexcept {

@@ -155,9 +155,6 @@ template <PagePolicy P>
                                   const PlanDraft& draft) noexcept {
   const CacheView& view = draft.view;
   const PageUnit unit = policy.unit();
-  if (view.scope == TableScope::group && unit == PageUnit::per_layer && view.layers > 1) {
-    return Status::unequal_budget;
-  }
   Status status = Status::ok;
   draft.for_each_table([&](SequenceId s, std::int32_t t) {
     const std::int32_t u = unit_of(unit, view, t);
