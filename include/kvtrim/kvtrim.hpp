@@ -29,6 +29,7 @@
 #include <kvtrim/core/pooling.hpp>
 #include <kvtrim/core/removal.hpp>
 #include <kvtrim/core/rope.hpp>
+#include <kvtrim/core/saturating.hpp>
 #include <kvtrim/core/sequence_plane.hpp>
 #include <kvtrim/core/status.hpp>
 #include <kvtrim/core/types.hpp>
