@@ -12,6 +12,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <span>
 #include <vector>
 
 using namespace kvtrim;
@@ -130,6 +131,40 @@ TEST_CASE("C18 pages that stay in another order than they had are refused", "[fa
     }
     CHECK(Plan::from_bytes(swapped.view().bytes(), c.view()).view().status() == Status::bad_plan);
   }
+}
+
+TEST_CASE("C18 only pages that the caller allows take the place of shared ones", "[fault][plan]") {
+  TaggedCache c({.layers = 1, .sequences = 3});
+  REQUIRE(c.append(0, 12) == Status::ok);
+  c.cache.destroy(SequenceId{1}), c.cache.destroy(SequenceId{2});
+  REQUIRE(c.cache.try_fork(SequenceId{0}));
+  REQUIRE(c.cache.try_create());
+  c.tags_checked = false;
+  REQUIRE(c.append(2, 4) == Status::ok);
+  // A view of sequence 0 alone: it shows neither that sequence 2 has a page, nor which pages are free.
+  const CacheView view = c.cache.view(SequenceId{0});
+  const PageId stranger{c.cache.page_table(SequenceId{2})[0]};
+  const std::vector<PageId> spares{*c.cache.pool().try_acquire(), *c.cache.pool().try_acquire()};
+  std::vector<float> scores{0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1};
+  Observation obs;
+  obs.scores = SequencePlane::dense(scores.data(), 1, 1, 12);
+  const ByScore policy{.keep = 6};
+  std::vector<std::byte> workspace(plan_workspace_bytes(policy, plan_shape(view, obs)));
+  const PlanOptions options{.shared = SharedPages::copy, .spare_pages = spares};
+  const PlanRef made = plan(policy, view, obs, workspace, options);
+  REQUIRE(made.status() == Status::ok);
+  REQUIRE(made.spares_needed() == 2);
+  const auto status = [&](const PlanView& sent, std::span<const PageId> allowed) {
+    return Plan::from_bytes(sent.bytes(), view, {.spare_pages = allowed}).view().status();
+  };
+  CHECK(status(made, spares) == Status::ok);
+  CHECK(status(made, {}) == Status::bad_plan);
+  CHECK(status(made, std::span(spares).first(1)) == Status::bad_plan);
+  Plan forged(made);
+  set(forged.view().k_pages({}, 0)[0], stranger);
+  CHECK(status(forged.view(), spares) == Status::bad_plan);
+  const std::vector<PageId> mistaken{stranger, spares[1]};
+  CHECK(status(forged.view(), mistaken) == Status::ok);  // whoever allows it says that it is free
 }
 
 TEST_CASE("C18 a plan's bytes are of one state of one cache", "[fault][plan]") {

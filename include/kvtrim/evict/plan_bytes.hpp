@@ -6,6 +6,7 @@
 
 #include <kvtrim/evict/detail/check_plan.hpp>
 #include <kvtrim/evict/plan.hpp>
+#include <kvtrim/evict/plan_options.hpp>
 
 #include <algorithm>
 #include <cstddef>
@@ -157,20 +158,20 @@ class Plan {
   ///
   /// Which rows stay is not judged, nor the statistics `nan_count`, `shared_kept` and `replaced`.
   ///
-  /// \param view       the cache, as it was when the plan was made; `check_layout(view)` passed once
-  /// \param rerotator  the one the plan was made with
+  /// \param view     the cache, as it was when the plan was made; `check_layout(view)` passed once
+  /// \param options  those that it was made with: the rerotator, and the spare pages that it may take, from the front
   /// \returns an empty plan that says why: `bad_plan`; `stale_plan` if a table that it evicts from has changed, or it was
   ///   applied before; a table's fault; `step_open`, `eviction_open`
   /// \par Complexity
   /// O(rows and entries of the tables that it evicts from), O(rows log rows) where slot order is not position order
   [[nodiscard]] static Plan from_bytes(std::span<const std::byte> bytes,
                                        const CacheView& view,
-                                       const Rerotator& rerotator = {}) {
+                                       const PlanOptions& options = {}) {
     Plan plan = from_bytes(bytes);
     if (plan.bytes_.empty()) { return plan; }
     const bool fresh = plan.header().stage == detail::PlanStage::unchecked || plan.empty();
     const Status status =
-        fresh ? detail::PlanCheck(plan.view(), view, rerotator).run() : Status::stale_plan;
+        fresh ? detail::PlanCheck(plan.view(), view, options).run() : Status::stale_plan;
     plan.header().stage = detail::PlanStage::planned;
     if (status != Status::ok) {
       plan.bytes_.clear();

@@ -11,11 +11,13 @@
 #include <kvtrim/evict/detail/own_pages.hpp>
 #include <kvtrim/evict/detail/same_cache.hpp>
 #include <kvtrim/evict/plan.hpp>
+#include <kvtrim/evict/plan_options.hpp>
 #include <kvtrim/evict/rerotate.hpp>
 
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <vector>
 
 namespace kvtrim::detail {
@@ -23,10 +25,11 @@ namespace kvtrim::detail {
 // Checks one plan, whose counts and lists are within its own block of bytes.
 class PlanCheck {
  public:
-  PlanCheck(const PlanView& plan, const CacheView& view, const Rerotator& rerotator)
+  PlanCheck(const PlanView& plan, const CacheView& view, const PlanOptions& options)
       : plan_(plan),
         view_(view),
-        rerotator_(rerotator),
+        rerotator_(options.rerotator == nullptr ? keep_ : *options.rerotator),
+        allowed_(options.spare_pages),
         scratch_(static_cast<std::size_t>(check_tables_words(view.pages))) {}
 
   // `bad_plan`, `stale_plan`, or the fault of a table that the plan evicts from.
@@ -54,8 +57,11 @@ class PlanCheck {
       return sound ? Status::ok : Status::bad_plan;
     });
     if (status != Status::ok) { return status; }
+    // Taken from the front of those that the caller allows: nobody else knows which pages outside the tables are free.
     const bool sums = header.bytes_moved == bytes_moved_ &&
-                      header.spares_needed == static_cast<std::int64_t>(spares_.size());
+                      header.spares_needed == static_cast<std::int64_t>(spares_.size()) &&
+                      spares_.size() <= allowed_.size() &&
+                      std::ranges::equal(spares_, allowed_.first(spares_.size()));
     return sums && are_spare(view_, spares_, scratch_) && common_planes_agree(plan_, view_) &&
                    moves_follow(plan_, view_) == Status::ok
                ? Status::ok
@@ -283,7 +289,9 @@ class PlanCheck {
 
   const PlanView& plan_;
   const CacheView& view_;
+  const Rerotator keep_;
   const Rerotator& rerotator_;
+  std::span<const PageId> allowed_;
   std::vector<std::uint64_t> scratch_;
   std::vector<PageId> spares_;
   std::vector<std::uint8_t> stays_;  // by row, of one head
