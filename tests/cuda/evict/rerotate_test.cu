@@ -129,7 +129,7 @@ class World {
                (o.mode == PositionMode::sinks_follow ? std::min(sinks, lengths[s]) : lengths[s]);
                ++r) {
             const PageId page = v.k_page(SequenceId{s}, LayerId{l}, HeadId{h}, r / page_size);
-            if (!v.writable(page)) { continue; }
+            if (!v.writable(page, LayerId{l}, HeadId{h})) { continue; }
             std::int32_t& from =
                 v.rope_positions.at<std::int32_t>(SequenceId{s}, LayerId{l}, HeadId{h}, r);
             const std::int32_t to =
