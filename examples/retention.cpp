@@ -25,6 +25,7 @@
 #include "program/eval_data.hpp"
 #include "program/evictor.hpp"
 #include "program/policy_spec.hpp"
+#include "program/waiting.hpp"
 
 namespace {
 
@@ -506,6 +507,7 @@ int evaluate(Options options) {
 }  // namespace
 
 int main(int argc, char** argv) {
+  program::wait_asleep(argv);
   Options o;
   CLI::App app("What a language model still knows after a policy evicted part of its KV cache.");
   app.add_option("--model", o.model, "GGUF file of a Llama model")->required();
