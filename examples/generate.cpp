@@ -19,6 +19,7 @@
 #include "program/console.hpp"
 #include "program/evictor.hpp"
 #include "program/policy_spec.hpp"
+#include "program/waiting.hpp"
 
 namespace {
 
@@ -157,6 +158,7 @@ int generate(const Options& o) {
 }  // namespace
 
 int main(int argc, char** argv) {
+  program::wait_asleep(argv);
   Options o;
   CLI::App app("Continues a prompt while a policy evicts from the KV cache.");
   app.add_option("--model", o.model, "GGUF file of a Llama model")->required();

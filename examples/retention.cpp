@@ -25,6 +25,7 @@
 #include "program/eval_data.hpp"
 #include "program/evictor.hpp"
 #include "program/policy_spec.hpp"
+#include "program/waiting.hpp"
 
 namespace {
 
@@ -323,6 +324,7 @@ nlohmann::ordered_json to_json(const Variant& v,
                                std::optional<std::size_t> length,
                                double full_perplexity) {
   nlohmann::ordered_json line;
+  line["kind"] = "retention";
   line["policy"] = v.spec.text();
   line["mode"] = options.mode;
   line["tokens"] = length ? nlohmann::ordered_json(*length) : nlohmann::ordered_json();
@@ -506,6 +508,7 @@ int evaluate(Options options) {
 }  // namespace
 
 int main(int argc, char** argv) {
+  program::wait_asleep(argv);
   Options o;
   CLI::App app("What a language model still knows after a policy evicted part of its KV cache.");
   app.add_option("--model", o.model, "GGUF file of a Llama model")->required();
@@ -544,7 +547,7 @@ int main(int argc, char** argv) {
   app.add_option(
       "--json",
       o.json,
-      "write JSON lines here, at the end, one per policy and size: policy, mode, tokens, "
+      "write JSON lines here, at the end, one per policy and size: kind, policy, mode, tokens, "
       "removed, kept_fraction, correct, prompts, perplexity, retention, and means of "
       "live_bytes, released_pages, bytes_moved, evict_ms");
   app.add_option("--cache-type", o.cache_type, "type of cached keys and values")

@@ -12,6 +12,7 @@
 #include <kvtrim/cache/generation.hpp>
 #include <kvtrim/cache/head_ref.hpp>
 #include <kvtrim/cache/live_rows.hpp>
+#include <kvtrim/cache/memory.hpp>
 #include <kvtrim/cache/move.hpp>
 #include <kvtrim/cache/page_pool.hpp>
 #include <kvtrim/cache/page_table.hpp>
@@ -65,6 +66,7 @@
 #include <kvtrim/policy/lag_kv.hpp>
 #include <kvtrim/policy/needs.hpp>
 #include <kvtrim/policy/page_selector.hpp>
+#include <kvtrim/policy/peak_pages.hpp>
 #include <kvtrim/policy/policy.hpp>
 #include <kvtrim/policy/pyramid_kv.hpp>
 #include <kvtrim/policy/q_filter.hpp>

@@ -15,6 +15,7 @@
 #include <kvtrim/policy/key_norm.hpp>
 #include <kvtrim/policy/lag_kv.hpp>
 #include <kvtrim/policy/page_selector.hpp>
+#include <kvtrim/policy/peak_pages.hpp>
 #include <kvtrim/policy/pyramid_kv.hpp>
 #include <kvtrim/policy/q_filter.hpp>
 #include <kvtrim/policy/random.hpp>
@@ -241,6 +242,7 @@ struct Law {
   Status (*status)(MethodWorld&, const CacheView&, const CacheView& sized_by);
   std::vector<float> (*scores)(MethodWorld&);  // of layer 1, head 1
   Demand (*demand)(std::int32_t tokens, std::int32_t layer);
+  PeakPages (*peak)(std::int32_t prompt, std::int32_t new_tokens, std::int32_t chunk, CutTimes);
   TableScope scope;
   bool shares;  // heads of a layer share a budget
   bool whole_pages;
@@ -303,6 +305,9 @@ Law law_of() {
     in.layer = LayerId{layer};
     in.layers = 2;
     return E::make(budget).demand(in);
+  };
+  law.peak = [](std::int32_t prompt, std::int32_t new_tokens, std::int32_t chunk, CutTimes cuts) {
+    return peak_pages(E::make(budget), prompt, new_tokens, 4, chunk, {.cuts = cuts, .layers = 2});
   };
   return law;
 }
@@ -588,6 +593,42 @@ void survives_equal_and_zero_keys(const Law& law) {
   }
 }
 
+// Pages in use are counted after every append, before the policy acts.
+void never_has_more_pages_than_its_peak(const Law& law) {
+  for (const CutTimes cuts : {CutTimes::after_prompt, CutTimes::each_step, CutTimes::each_chunk}) {
+    for (const std::int32_t prompt : {0, 3, budget, budget + 1, 16, 17, 43}) {
+      MethodWorld world(law.setup());
+      const std::int32_t tables = tables_of(law.scope, 2, 2);
+      const std::int32_t chunk = 6;
+      const std::int32_t steps = 23;
+      PeakPages seen;
+      const auto append = [&](std::int32_t n, std::int64_t& most) {
+        REQUIRE(world.append(0, n) == Status::ok);
+        most = std::max<std::int64_t>(most, world.cache().pool().in_use());
+      };
+      for (std::int32_t row = 0; row < prompt; row += chunk) {
+        if (row > 0 && cuts == CutTimes::each_chunk) { REQUIRE(usable(law.evict(world).status)); }
+        append(std::min(chunk, prompt - row), seen.prompt);
+      }
+      REQUIRE(usable(law.evict(world).status));
+      seen.running = world.cache().pool().in_use();
+      for (std::int32_t step = 0; step < steps; ++step) {
+        append(1, seen.running);
+        if (cuts != CutTimes::after_prompt) { REQUIRE(usable(law.evict(world).status)); }
+      }
+      PeakPages most = law.peak(prompt, steps, chunk, cuts);
+      most.prompt *= tables;
+      most.running *= tables;
+      INFO("cuts " << static_cast<int>(cuts) << ", prompt " << prompt);
+      CHECK(seen.prompt <= most.prompt);
+      CHECK(seen.running <= most.running);
+      const bool equal_rows = law.scope == TableScope::group;
+      if (equal_rows) { CHECK(seen == most); }
+      if (!equal_rows) { CHECK(most.running < seen.running + 2 * tables); }
+    }
+  }
+}
+
 void scores_none_and_one(const Law& law) {
   for (const std::int32_t tokens : {0, 1}) {
     for (const Keys keys : {Keys::random, Keys::zero}) {
@@ -692,6 +733,13 @@ TEMPLATE_TEST_CASE(
     "[laws][nan]",
     KVTRIM_POLICIES) {
   drops_bad_rows_first(law_of<TestType>());
+}
+
+TEMPLATE_TEST_CASE(
+    "laws: no run has more pages than peak_pages, and those of fixed budgets as many",
+    "[laws][property]",
+    KVTRIM_POLICIES) {
+  never_has_more_pages_than_its_peak(law_of<TestType>());
 }
 
 TEMPLATE_TEST_CASE("laws: equal keys and keys of norm 0 do no harm",
