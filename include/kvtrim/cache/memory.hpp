@@ -6,12 +6,12 @@
 
 #include <kvtrim/core/dtype.hpp>
 #include <kvtrim/core/error.hpp>
+#include <kvtrim/core/saturating.hpp>
 #include <kvtrim/core/types.hpp>
 
 #include <algorithm>
 #include <cstdint>
 #include <initializer_list>
-#include <limits>
 #include <string_view>
 
 namespace kvtrim {
@@ -29,19 +29,16 @@ struct LayerShape {
 
 namespace detail {
 
-// a * b; both must not be negative.
-[[nodiscard]] constexpr std::int64_t checked_product(std::string_view who,
-                                                     std::int64_t a,
-                                                     std::int64_t b) {
-  if (a < 0 || b < 0 || (b > 0 && a > std::numeric_limits<std::int64_t>::max() / b)) {
-    throw_length_error("{}: {} times {} does not fit 63 bits", who, a, b);
-  }
-  return a * b;
-}
+// Numbers that are not negative, and whose product can be counted.
 [[nodiscard]] constexpr std::int64_t checked_product(std::string_view who,
                                                      std::initializer_list<std::int64_t> factors) {
   std::int64_t product = 1;
-  for (const std::int64_t f : factors) { product = checked_product(who, product, f); }
+  for (const std::int64_t f : factors) {
+    if (f < 0 || saturated_product({product, f}) == too_large) {
+      throw_length_error("{}: {} times {} does not fit 63 bits", who, product, f);
+    }
+    product *= f;
+  }
   return product;
 }
 
@@ -100,7 +97,7 @@ constexpr void check_page_size(std::string_view who, std::int64_t page_size) {
 [[nodiscard]] constexpr std::int64_t cache_bytes(const LayerShape& shape,
                                                  DType dtype,
                                                  std::int64_t rows) {
-  return detail::checked_product("kvtrim::cache_bytes", token_bytes(shape, dtype), rows);
+  return detail::checked_product("kvtrim::cache_bytes", {token_bytes(shape, dtype), rows});
 }
 
 /// Bytes of one page: of all layers and heads that it serves, as in `PagedCache::page_bytes`.
@@ -120,7 +117,7 @@ constexpr void check_page_size(std::string_view who, std::int64_t page_size) {
   detail::check_shape(who, shape);
   if (scope != TableScope::group) { served.layers = 1; }
   if (scope == TableScope::head) { served.kv_heads = 1; }
-  return detail::checked_product(who, token_bytes(served, dtype), page_size);
+  return detail::checked_product(who, {token_bytes(served, dtype), page_size});
 }
 
 /// Pages of a sequence with `pages_per_table` pages in each of its tables.
