@@ -170,7 +170,9 @@ class PlanCheck {
     const auto released = plan_.released(s, t);
     std::size_t listed = 0;
     const auto is_next = [&](PageId page) {
-      return listed < released.size() && released[listed++] == page;
+      const bool same = listed < released.size() && released[listed] == page;
+      ++listed;
+      return same;
     };
     auto stays = sources.rbegin();
     for (std::int32_t e = p.pages_before + p.reserved_before; e-- > 0;) {
