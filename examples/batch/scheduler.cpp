@@ -318,6 +318,7 @@ void Scheduler::decode() {
 
 bool Scheduler::take(Stream& stream, std::span<const float> logits) {
   Outcome& outcome = outcomes_[stream.request];
+  if (settings_.watches) settings_.watches(stream.request, logits);
   outcome.tokens.push_back(engine::greedy_token(logits));
   outcome.times.push_back(watch_.seconds());
   const bool full =

@@ -34,6 +34,8 @@ struct Settings {
   std::int32_t interleave = 0;
   /// Admits what fits now, not what fits at its peak: streams that find no page are preempted, the youngest first.
   bool overcommit = false;
+  /// Sees the logits from which a request's next token is taken; may be empty.
+  std::function<void(std::size_t, std::span<const float>)> watches{};
   std::function<bool(Token)> ends{};  ///< whether a stream ends at this token; empty: at max_tokens
 };
 
