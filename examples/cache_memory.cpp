@@ -74,7 +74,7 @@ Row row_of(const Options& o, const program::ModelShape& model, const std::string
     return kvtrim::cache_bytes(kind, dtype_of(o.dtype), pages * o.page_size);
   };
   for (const kvtrim::LayerShape& kind : model.kinds) {
-    kvtrim::PeakPages pages = program::peak_of(
+    kvtrim::PeakPages pages = program::peak_pages_of(
         policy, o.context, o.generate, o.page_size, o.chunk, {cuts, keep, kind.layers});
     if (kind.window == 0) {
       row.pages = pages;

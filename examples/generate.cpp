@@ -116,7 +116,8 @@ int generate(const Options& o) {
   const kvtrim::PeakOptions peak{
       goes_on ? kvtrim::CutTimes::each_step : kvtrim::CutTimes::after_prompt, keep, params.layers};
   params.pages = static_cast<std::int32_t>(
-      program::peak_of(policy, length, params.max_rows - length, o.page_size, length, peak).most() *
+      program::peak_pages_of(policy, length, params.max_rows - length, o.page_size, length, peak)
+          .most() *
       kvtrim::tables_of(params.scope, params.layers, params.kv_heads));
   kvtrim::PagedCache cache(params);
   program::Evictor evictor(model, cache, needs, filters);

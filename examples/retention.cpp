@@ -324,6 +324,7 @@ nlohmann::ordered_json to_json(const Variant& v,
                                std::optional<std::size_t> length,
                                double full_perplexity) {
   nlohmann::ordered_json line;
+  line["kind"] = "retention";
   line["policy"] = v.spec.text();
   line["mode"] = options.mode;
   line["tokens"] = length ? nlohmann::ordered_json(*length) : nlohmann::ordered_json();
@@ -546,7 +547,7 @@ int main(int argc, char** argv) {
   app.add_option(
       "--json",
       o.json,
-      "write JSON lines here, at the end, one per policy and size: policy, mode, tokens, "
+      "write JSON lines here, at the end, one per policy and size: kind, policy, mode, tokens, "
       "removed, kept_fraction, correct, prompts, perplexity, retention, and means of "
       "live_bytes, released_pages, bytes_moved, evict_ms");
   app.add_option("--cache-type", o.cache_type, "type of cached keys and values")

@@ -38,16 +38,17 @@ Needs needs_of(const AnyPolicy& policy) {
   return std::visit([](const auto& p) { return kvtrim::needs(p); }, policy);
 }
 
-PeakPages peak_of(const AnyPolicy& policy,
-                  std::int64_t prompt,
-                  std::int64_t new_tokens,
-                  std::int64_t page_size,
-                  std::int64_t chunk,
-                  const PeakOptions& options) {
-  const auto of = [&](const auto& p) {
-    return peak_pages(p, prompt, new_tokens, page_size, chunk, options);
-  };
-  return std::visit(of, policy);
+PeakPages peak_pages_of(const AnyPolicy& policy,
+                        std::int64_t prompt,
+                        std::int64_t new_tokens,
+                        std::int64_t page_size,
+                        std::int64_t chunk,
+                        const PeakOptions& options) {
+  return std::visit(
+      [&](const auto& p) {
+        return kvtrim::peak_pages(p, prompt, new_tokens, page_size, chunk, options);
+      },
+      policy);
 }
 
 std::vector<float> read_filters(const std::string& path, const engine::LlamaShape& shape) {

@@ -24,13 +24,14 @@ namespace program {
 /// What the policy inside needs. Token scores are how unexpected each token of the prompt was.
 [[nodiscard]] kvtrim::Needs needs_of(const AnyPolicy& policy);
 
-/// `peak_pages` of the policy inside.
-[[nodiscard]] kvtrim::PeakPages peak_of(const AnyPolicy& policy,
-                                        std::int64_t prompt,
-                                        std::int64_t new_tokens,
-                                        std::int64_t page_size,
-                                        std::int64_t chunk,
-                                        const kvtrim::PeakOptions& options);
+/// What a sequence of `prompt` and `new_tokens` rows takes under the policy inside, in each of its tables.
+/// \throws as `kvtrim::peak_pages`
+[[nodiscard]] kvtrim::PeakPages peak_pages_of(const AnyPolicy& policy,
+                                              std::int64_t prompt,
+                                              std::int64_t new_tokens,
+                                              std::int64_t page_size,
+                                              std::int64_t chunk,
+                                              const kvtrim::PeakOptions& options);
 
 /// Reads QFilter's directions: fp32, little endian, [layers, kv_heads, head_dim].
 /// \throws std::runtime_error if the file cannot be read, has another size, or a number is not finite

@@ -171,7 +171,8 @@ TEST_CASE("retention: a JSON line for each policy and size, with exactly these k
   for (const auto& line : lines) {
     std::vector<std::string> keys;
     for (const auto& [key, value] : line.items()) keys.push_back(key);
-    CHECK(keys == std::vector<std::string>{"policy",
+    CHECK(keys == std::vector<std::string>{"kind",
+                                           "policy",
                                            "mode",
                                            "tokens",
                                            "removed",
