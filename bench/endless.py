@@ -17,9 +17,10 @@ import statistics
 import subprocess
 import sys
 
-STREAMING = {"streaming": ("streaming:sinks=4,budget=1024,form=pages", ["--in-cache"]),
-             "no sinks": ("streaming:sinks=0,budget=1024,form=pages", ["--in-cache"]),
-             "plain cache": ("full", ["--beyond-context"])}
+RUNS = {"streaming": ("streaming:sinks=4,budget=1024,form=pages", ["--in-cache"]),
+        "no sinks": ("streaming:sinks=0,budget=1024,form=pages", ["--in-cache"]),
+        "plain cache": ("full", ["--beyond-context"])}
+CONTEXT = 8192  # of the model
 
 
 def read_lines(path):
@@ -89,49 +90,52 @@ def main():
     parser.add_argument("--threads", type=int, default=0)
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
-    length, predicted, context = 1024, 20, 8192
+    length, predicted = 1024, 20
 
     runs = {}
-    for name, (policy, more) in STREAMING.items():
+    for name, (policy, more) in RUNS.items():
+        count = min(args.tokens, CONTEXT + 1000) if policy == "full" else args.tokens  # it grows: it takes long enough
         trace = args.work / (name.replace(" ", "-") + ".jsonl")
-        run([args.programs / "generate", "--model", args.model, "--teacher", args.text, "--tokens", args.tokens,
+        run([args.programs / "generate", "--model", args.model, "--teacher", args.text, "--tokens", count,
              "--policy", policy, *more, "--threads", args.threads, "--trace", trace], trace)
-        runs[name] = tokens_of(trace, args.tokens)
+        runs[name] = tokens_of(trace, count)
 
     # Position p of the text is predicted by token p - 1 of a trace: the first token is the prompt.
     ids = [None] + [token["token"] for token in runs["streaming"]]
     windows = recomputed(args, ids, args.windows, length, predicted)
     lines = []
-    print(f"\n{'':12} pages after {args.warm:,}   MiB resident   perplexity   after {args.warm:,}   after {context:,}   ms a token: early, late")
+    print(f"\n{'':12} pages after {args.warm:,}   MiB resident   perplexity   after {args.warm:,}   after {CONTEXT:,}   ms a token: early, late")
     for name, tokens in runs.items():
         steady = tokens[args.warm:-1]  # of the last token nothing is computed
         pages = [token["pages"] for token in steady]
         resident = [token["resident_bytes"] for token in steady]
         surprisal = [token["surprisal"] for token in tokens]
         times = [token["ms"] for token in tokens]
-        # Pages leave whole, so the count has the period of a page.
+        # Pages leave whole, so the count has the period of a page, 16 tokens.
         periodic = all(a == b for a, b in zip(pages, pages[16:]))
-        ppl = [math.exp(statistics.fmean(surprisal[start:])) for start in (0, args.warm, min(context, len(tokens) - 1))]
+        ppl = [math.exp(statistics.fmean(surprisal[start:end])) if len(surprisal) > start else None
+               for start, end in ((0, None), (args.warm, None), (CONTEXT, CONTEXT + 1000))]
         early, late = statistics.median(times[args.warm:args.warm + 1000]), statistics.median(times[-1001:-1])
-        lines.append({"kind": "endless_run", "run": name, "policy": STREAMING[name][0], "tokens": len(tokens),
+        lines.append({"kind": "endless_run", "run": name, "policy": RUNS[name][0], "tokens": len(tokens),
                       "pages_min": min(pages), "pages_max": max(pages), "pages_constant": periodic,
                       "resident_bytes_min": min(resident), "resident_bytes_max": max(resident),
                       "perplexity": ppl[0], "perplexity_warm": ppl[1], "perplexity_beyond_context": ppl[2],
                       "ms_early": early, "ms_late": late, "cores": os.cpu_count(), "load": os.getloadavg()[0]})
         print(f"{name:12} {min(pages):6} to {max(pages):6}   {max(resident) / 2**20:8.0f}   {ppl[0]:10.3f}   {ppl[1]:10.3f}"
-              f"   {ppl[2]:10.3f}   {early:6.1f}, {late:6.1f}")
+              f"   {ppl[2] or math.nan:10.3f}   {early:6.1f}, {late:6.1f}")
         if name != "plain cache" and not periodic:
             sys.exit(f"endless.py: {name}: pages are not constant after {args.warm} tokens")
 
     print(f"\nwindows read anew: {len(windows)} of {length} tokens, the last {predicted} of each")
-    anew = math.exp(statistics.fmean(windows.values()))
     for name, tokens in runs.items():
         # In nats, window by window: the mean over the same tokens in the run, minus that of the window read anew.
-        same = {end: statistics.fmean(tokens[p - 1]["surprisal"] for p in range(end - predicted, end)) for end in windows}
-        differences = [same[end] - windows[end] for end in windows]
+        same = {end: statistics.fmean(tokens[p - 1]["surprisal"] for p in range(end - predicted, end))
+                for end in windows if end <= len(tokens) + 1}
+        differences = [same[end] - windows[end] for end in same]
+        anew = math.exp(statistics.fmean(windows[end] for end in same))
         mean, (low, high) = statistics.fmean(differences), bootstrap(differences)
         ratio = [100 * (math.exp(x) - 1) for x in (mean, low, high)]
-        lines.append({"kind": "endless_comparison", "run": name, "windows": len(windows), "predictions": predicted * len(windows),
+        lines.append({"kind": "endless_comparison", "run": name, "windows": len(same), "predictions": predicted * len(same),
                       "perplexity": math.exp(statistics.fmean(same.values())), "perplexity_read_anew": anew,
                       "percent_above": ratio[0], "percent_above_low": ratio[1], "percent_above_high": ratio[2]})
         print(f"{name:12} {math.exp(statistics.fmean(same.values())):10.3f} beside {anew:.3f}: {ratio[0]:+.2f} % ({ratio[1]:+.2f} to {ratio[2]:+.2f})")
