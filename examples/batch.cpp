@@ -18,6 +18,7 @@
 #include <utility>
 #include <vector>
 
+#include "batch/footprint.hpp"
 #include "batch/memory_use.hpp"
 #include "batch/report.hpp"
 #include "batch/request.hpp"
@@ -96,8 +97,9 @@ class Bench {
   bool run(const program::PolicySpec& spec, std::vector<Json>& lines) {
     const auto keep = static_cast<std::int32_t>(rows_);
     const auto needs = program::needs_of(spec.make(keep, kvtrim::SinkForm::pages, model_.rope()));
-    // No more sequences than can be: positions and query rings go with each.
-    std::int32_t streams = options_.streams;
+    // No more sequences than there can be: positions and query rings go with each.
+    auto streams = static_cast<std::int32_t>(
+        std::min<std::int64_t>(options_.streams, static_cast<std::int64_t>(requests_.size())));
     if (!options_.overcommit) {
       const batch::Footprint footprint{&spec,
                                        params(streams, needs.score_planes),

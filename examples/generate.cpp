@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Continues a prompt while a policy keeps the KV cache small: after the prompt and, if the policy goes on, after every token.
+// With a teacher the next tokens are those of a file, and what is measured is how well the model foresees them.
 
 #include <CLI/CLI.hpp>
+
+#include <kvtrim/observe/surprisal.hpp>
 
 #include <algorithm>
 #include <cstdint>
@@ -19,14 +22,17 @@
 #include "program/console.hpp"
 #include "program/evictor.hpp"
 #include "program/policy_spec.hpp"
+#include "program/teacher.hpp"
+#include "program/trace.hpp"
 #include "program/waiting.hpp"
 
 namespace {
 
 struct Options {
-  std::string model, prompt, prompt_file, filters, policy = "full", cache_type = "f32";
+  std::string model, prompt, prompt_file, filters, policy = "full", cache_type = "f32", teacher,
+                                                   trace;
   std::int32_t tokens = 128, page_size = 16, threads = 0;
-  bool chat = false, in_cache = false;
+  bool chat = false, in_cache = false, beyond_context = false;
   engine::TopPSampler::Params sampling{.temperature = 0, .top_p = 0.95F, .seed = 0};
 };
 
@@ -40,6 +46,34 @@ std::int32_t next_rope_position(const kvtrim::PagedCache& cache, kvtrim::Sequenc
   return next;
 }
 
+// What the model reads first, and what comes then if the model is not to choose.
+struct Texts {
+  std::vector<std::int32_t> prompt;
+  std::vector<std::int32_t> teacher;
+};
+
+Texts read_texts(const Options& o,
+                 std::string text,
+                 const engine::GgufFile& file,
+                 const engine::Tokenizer& tokenizer) {
+  Texts texts;
+  if (o.chat) text = engine::apply_chat_template(file, text);
+  if (!text.empty()) texts.prompt = tokenizer.encode(text, o.chat);
+  if (tokenizer.add_bos()) texts.prompt.insert(texts.prompt.begin(), tokenizer.bos());
+  if (!o.teacher.empty()) texts.teacher = program::read_teacher(o.teacher, tokenizer);
+  if (texts.prompt.empty()) {  // something must be read before anything can be foreseen
+    texts.prompt = {texts.teacher.front()};
+    texts.teacher.erase(texts.teacher.begin());
+  }
+  const std::int32_t context = engine::read_llama_shape(file).context;
+  if (!o.beyond_context && texts.prompt.size() > static_cast<std::size_t>(context)) {
+    throw std::runtime_error("the prompt of " + std::to_string(texts.prompt.size()) +
+                             " tokens is longer than the model's context of " +
+                             std::to_string(context));
+  }
+  return texts;
+}
+
 int generate(const Options& o) {
   const program::PolicySpec spec(o.policy);
   if (!spec.has_size())
@@ -47,28 +81,23 @@ int generate(const Options& o) {
   static_cast<void>(
       spec.make(1024, kvtrim::SinkForm::pages));  // bad values are found before the model is read
   engine::TopPSampler sample(o.sampling);
-  std::string text = o.prompt_file.empty() ? o.prompt : program::read_file(o.prompt_file);
-  if (text.empty())
+  const std::string text = o.prompt_file.empty() ? o.prompt : program::read_file(o.prompt_file);
+  if (text.empty() && (o.teacher.empty() || !o.prompt_file.empty()))
     throw std::runtime_error("the prompt is empty: give --prompt or --prompt-file some text");
   if (o.threads > 0) omp_set_num_threads(o.threads);
   program::catch_interrupt();
+  program::Trace trace(o.trace);
 
   const engine::GgufFile file(o.model);
   const engine::Tokenizer tokenizer(file);
-  if (o.chat) text = engine::apply_chat_template(file, text);
-  std::vector<std::int32_t> prompt = tokenizer.encode(text, o.chat);
-  if (tokenizer.add_bos()) prompt.insert(prompt.begin(), tokenizer.bos());
+  const auto [prompt, teacher] = read_texts(o, text, file, tokenizer);
   const auto length = static_cast<std::int32_t>(prompt.size());
-  if (const std::int32_t context = engine::read_llama_shape(file).context; length > context) {
-    throw std::runtime_error("the prompt of " + std::to_string(length) +
-                             " tokens is longer than the model's context of " +
-                             std::to_string(context));
-  }
   std::vector<float> filters;
   if (!o.filters.empty()) {
     filters = program::read_filters(o.filters, engine::read_llama_shape(file));
   }
   engine::LlamaModel model(file);
+  model.allow_beyond_context(o.beyond_context);
   const std::int32_t keep = spec.rows_to_keep(length, 0);
   const program::AnyPolicy policy = spec.make(keep, kvtrim::SinkForm::pages, model.rope());
   const bool goes_on = !spec.acts_once();
@@ -81,9 +110,15 @@ int generate(const Options& o) {
   params.scores = true;
   params.scope = needs.scope;
   // In every position mode, live rows have different rope positions within the context.
-  params.max_rows = std::min(length + o.tokens, model.shape().context) + 1;
-  params.pages = (kvtrim::pages_for(params.max_rows, o.page_size) + 1) *
-                 kvtrim::tables_of(params.scope, params.layers, params.kv_heads);
+  params.max_rows = length + o.tokens;
+  if (!o.beyond_context)
+    params.max_rows = std::max(length, std::min(params.max_rows, model.shape().context));
+  const kvtrim::PeakOptions peak{
+      goes_on ? kvtrim::CutTimes::each_step : kvtrim::CutTimes::after_prompt, keep, params.layers};
+  params.pages = static_cast<std::int32_t>(
+      program::peak_pages_of(policy, length, params.max_rows - length, o.page_size, length, peak)
+          .most() *
+      kvtrim::tables_of(params.scope, params.layers, params.kv_heads));
   kvtrim::PagedCache cache(params);
   program::Evictor evictor(model, cache, needs, filters);
   const auto sequence = cache.try_create();
@@ -109,23 +144,53 @@ int generate(const Options& o) {
     total.bytes_moved += r.bytes_moved;
   };
   progress.clear();
+  trace.line("generate",
+             {{"policy", o.policy},
+              {"in_cache", o.in_cache},
+              {"prompt", length},
+              {"page_size", o.page_size},
+              {"page_bytes", cache.page_bytes()},
+              {"pool_pages", params.pages},
+              {"prefill_ms", prefill_seconds * 1000}});
 
   const program::Stopwatch watch;
+  program::Perplexity perplexity;
   std::int32_t made = 0;
   bool context_full = false;
   while (made < o.tokens) {
     program::check_interrupt();
-    const std::int32_t token = sample(model.logits(0));
-    if (tokenizer.ends_text(token)) break;
-    std::cout << tokenizer.decode({&token, 1}) << std::flush;
-    if (++made == o.tokens) break;
-    context_full = next_rope_position(cache, *sequence) >= model.shape().context;
+    const program::Stopwatch step_watch;
+    const auto at = static_cast<std::size_t>(made);
+    if (!o.teacher.empty() && at == teacher.size()) break;
+    const std::int32_t token = o.teacher.empty() ? sample(model.logits(0)) : teacher[at];
+    nlohmann::ordered_json line{{"seen", length + made + 1}, {"token", token}};
+    if (o.teacher.empty()) {
+      if (tokenizer.ends_text(token)) break;
+      std::cout << tokenizer.decode({&token, 1}) << std::flush;
+    } else {
+      const float surprisal = kvtrim::surprisal(model.logits(0), token);
+      perplexity.add(surprisal);
+      line["surprisal"] = surprisal;
+      if (made % 16 == 0) progress.show(std::to_string(made) + " tokens");
+    }
+    const bool last = ++made == o.tokens;
+    context_full =
+        !last && !o.beyond_context && next_rope_position(cache, *sequence) >= model.shape().context;
+    if (!last && !context_full) {
+      const engine::Segment segment{*sequence, {&token, 1}};
+      checked(model.forward(cache, {&segment, 1}, engine::LogitRows::last, evictor.observer()));
+      if (goes_on) note(evictor.evict(policy, *sequence, keep, plan));
+    }
+    if (trace) {
+      line["pages"] = cache.pool().in_use();
+      line["resident_bytes"] = program::resident_bytes();
+      line["ms"] = step_watch.seconds() * 1000;
+      trace.line("generate_token", line);
+    }
     if (context_full) break;
-    const engine::Segment segment{*sequence, {&token, 1}};
-    checked(model.forward(cache, {&segment, 1}, engine::LogitRows::last, evictor.observer()));
-    if (goes_on) note(evictor.evict(policy, *sequence, keep, plan));
   }
-  std::cout << std::endl;
+  progress.clear();
+  if (o.teacher.empty()) std::cout << std::endl;
   if (context_full) {
     std::fprintf(stderr,
                  "\nstopped: the model's context of %d tokens is full%s\n",
@@ -152,6 +217,14 @@ int generate(const Options& o) {
                total.released_pages,
                static_cast<long long>(total.evicted_rows / heads),
                static_cast<double>(total.bytes_moved) / mib);
+  if (perplexity.count() > 0) {
+    std::fprintf(stderr,
+                 "perplexity %.4f over %lld tokens of %s\n",
+                 perplexity.value(),
+                 static_cast<long long>(perplexity.count()),
+                 o.teacher.c_str());
+  }
+  trace.commit();
   return 0;
 }
 
@@ -174,6 +247,16 @@ int main(int argc, char** argv) {
   app.add_option("--tokens", o.tokens, "maximum number of new tokens")
       ->check(CLI::Range(0, 1 << 20))
       ->capture_default_str();
+  app.add_option("--teacher",
+                 o.teacher,
+                 "the next tokens come from this text (.jsonl: lines with ids), and their "
+                 "perplexity is printed; without a prompt, its first token is the prompt");
+  app.add_option("--trace",
+                 o.trace,
+                 "write JSON lines here, at the end, one per token: pages, resident_bytes, ms");
+  app.add_flag("--beyond-context",
+               o.beyond_context,
+               "do not stop at the model's context: to see what becomes of a model that goes on");
   app.add_flag("--chat", o.chat, "the prompt is a user's message: apply the model's chat template");
   app.add_flag(
       "--in-cache",

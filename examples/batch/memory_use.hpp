@@ -4,7 +4,6 @@
 // What a run keeps in memory besides the model: pages, and what goes with them. More streams in the same pages are no gain if
 // what goes with them takes as much.
 
-#include <kvtrim/cache/page_table.hpp>
 #include <kvtrim/cache/paged_cache.hpp>
 #include <kvtrim/cache/sequence_state.hpp>
 #include <kvtrim/core/types.hpp>

@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "engine/llama.hpp"
+#include "footprint.hpp"
 #include "program/console.hpp"
 #include "program/evictor.hpp"
 #include "program/policy_spec.hpp"
@@ -34,27 +35,9 @@ struct Settings {
   std::int32_t interleave = 0;
   /// Admits what fits now, not what fits at its peak: streams that find no page are preempted, the youngest first.
   bool overcommit = false;
+  /// Sees the logits from which a request's next token is taken; may be empty.
+  std::function<void(std::size_t, std::span<const float>)> watches{};
   std::function<bool(Token)> ends{};  ///< whether a stream ends at this token; empty: at max_tokens
-};
-
-/// What requests take of a pool: the pages of all tables of a stream.
-struct Footprint {
-  const program::PolicySpec* policy;
-  kvtrim::PagedCache::Params cache;
-  kvtrim::Rope rope;
-  std::int64_t prefix = 0;  ///< tokens of the common prefix, whose whole pages no stream owns
-  std::int64_t chunk = 128;
-
-  /// Rows that stay after a cut.
-  [[nodiscard]] std::int32_t keep(const Request& request) const;
-  /// The policy that keeps them.
-  [[nodiscard]] program::AnyPolicy policy_for(std::int32_t keep) const;
-  /// Most pages while the prompt is read, and after its cut.
-  [[nodiscard]] kvtrim::PeakPages peak(const Request& request) const;
-  /// Pages of the prefix.
-  [[nodiscard]] std::int64_t prefix_pages() const;
-  /// Streams that the pool holds at most: where requests differ, of the smallest.
-  [[nodiscard]] std::int64_t streams(std::span<const Request> requests) const;
 };
 
 /// What became of a request.

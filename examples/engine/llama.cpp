@@ -59,7 +59,7 @@ kvtrim::Status LlamaModel::prefill(kvtrim::PagedCache& cache,
                                    std::size_t chunk) {
   if (prompt.empty()) throw std::invalid_argument("the prompt is empty");
   if (chunk == 0) throw std::invalid_argument("the prefill's chunk is 0 tokens");
-  if (prompt.size() > static_cast<std::size_t>(shape_.context)) {
+  if (!beyond_context_ && prompt.size() > static_cast<std::size_t>(shape_.context)) {
     throw std::length_error("the prompt of " + std::to_string(prompt.size()) +
                             " tokens is longer than the model's context of " +
                             std::to_string(shape_.context));
@@ -104,7 +104,7 @@ void LlamaModel::check(const kvtrim::PagedCache& cache, std::span<const Segment>
       next = std::max(next, std::int64_t{cache.next_rope_position(segment.sequence, l, h)});
     });
     const auto end = next + static_cast<std::int64_t>(segment.tokens.size());
-    if (end > shape_.context) {
+    if (end > shape_.context && !beyond_context_) {
       throw std::length_error("engine::LlamaModel: " + std::to_string(end) +
                               " positions are more than the model's context of " +
                               std::to_string(shape_.context));

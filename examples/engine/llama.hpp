@@ -64,6 +64,9 @@ class LlamaModel {
   /// Whether observers get the queries before RoPE too.
   void observe_unrotated_queries(bool yes) noexcept { observes_unrotated_ = yes; }
 
+  /// Whether positions may be beyond the context that the model was trained for, where it knows nothing any more.
+  void allow_beyond_context(bool yes) noexcept { beyond_context_ = yes; }
+
   /// The matrix by which layer `layer` multiplies the heads' outputs, [embedding, heads * head_dim].
   [[nodiscard]] const Matrix& output_projection(kvtrim::LayerId layer) const {
     return weights_.layers[static_cast<std::size_t>(kvtrim::raw(layer))].attention_out;
@@ -97,7 +100,7 @@ class LlamaModel {
   /// \returns `ok`; if the cache has no room, the status of `try_extend`: the sequences are then unchanged
   /// \throws std::invalid_argument if there is no segment, a segment is empty, two segments are of the same sequence, or a
   ///   token is not in the vocabulary
-  /// \throws std::length_error if a rope position would exceed the model's context
+  /// \throws std::length_error if a rope position would exceed the model's context, unless allow_beyond_context()
   kvtrim::Status forward(kvtrim::PagedCache& cache,
                          std::span<const Segment> segments,
                          LogitRows rows,
@@ -108,7 +111,7 @@ class LlamaModel {
   /// \param chunk  tokens per step
   /// \returns `ok`; otherwise the cache had no room for a chunk, and holds the chunks before it
   /// \throws std::invalid_argument if the prompt is empty
-  /// \throws std::length_error if it is longer than the model's context
+  /// \throws std::length_error if it is longer than the model's context, unless allow_beyond_context()
   kvtrim::Status prefill(kvtrim::PagedCache& cache,
                          kvtrim::SequenceId sequence,
                          std::span<const std::int32_t> prompt,
@@ -170,6 +173,7 @@ class LlamaModel {
   std::vector<kvtrim::Position> positions_;  // of each token of the step
   std::vector<Block> blocks_;
   bool observes_unrotated_ = false;
+  bool beyond_context_ = false;
   Matrix hidden_, normal_, query_, unrotated_query_, key_, value_, unrotated_, attended_, gate_,
       up_, logits_;
   std::vector<float> lse_;  // segment after segment, [heads, tokens]

@@ -170,14 +170,12 @@ TEST_CASE("batch program: a line for each request and policy, and one for each r
   CHECK(shown.out == r.out);
 }
 
-TEST_CASE(
-    "batch program: drawn requests are the same for a seed, and a common prefix is everybody's",
-    "[program]") {
+TEST_CASE("batch program: prompts drawn for a model whose context is too short are refused",
+          "[program][edge]") {
   const Folder folder;
   const std::string model = write_model(folder, "m.gguf", tiny_model());
   const std::string text = folder.with("text", text_of(400, 'x'));
   const std::string prefix = folder.with("prefix", text_of(16, 'p'));
-  // The tiny model's context is too short for a needle prompt in bytes: refused with the numbers.
   const Result r = run_program(KVTRIM_BATCH,
                                {"--model",
                                 model,

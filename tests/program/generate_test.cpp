@@ -349,25 +349,12 @@ TEST_CASE("generate: options that make no sense are refused before the model is 
 TEST_CASE("generate: --help names every option and every policy", "[program]") {
   const Result r = run_program(KVTRIM_GENERATE, {"--help"});
   CHECK(r.status == 0);
-  for (const char* word : {"--model",
-                           "--prompt",
-                           "--prompt-file",
-                           "--policy",
-                           "--tokens",
-                           "--chat",
-                           "--in-cache",
-                           "--temperature",
-                           "--top-p",
-                           "--seed",
-                           "--cache-type",
-                           "--page-size",
-                           "--threads",
-                           "full",
-                           "streaming",
-                           "h2o",
-                           "snapkv",
-                           "removed=",
-                           "budget="}) {
+  for (const char* word :
+       {"--model",       "--prompt",   "--prompt-file", "--policy",     "--tokens",
+        "--chat",        "--in-cache", "--teacher",     "--trace",      "--beyond-context",
+        "--temperature", "--top-p",    "--seed",        "--cache-type", "--page-size",
+        "--threads",     "full",       "streaming",     "h2o",          "snapkv",
+        "removed=",      "budget="}) {
     CHECK_THAT(r.out, ContainsSubstring(word));
   }
 }

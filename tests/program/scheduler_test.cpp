@@ -8,9 +8,11 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <optional>
 #include <random>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -238,6 +240,36 @@ TEST_CASE("batch: streams that are preempted and replayed keep the same rows and
     }
     CHECK(tight.cache.pool().in_use() == 0);
     if (policy == "full") CHECK(tight.scheduler.counters().preempted > 0);
+  }
+}
+
+TEST_CASE("batch: with more than 16 rows a step, tokens are equal until two are about as likely",
+          "[program][fault]") {
+  std::vector<Request> requests;
+  for (std::uint32_t i = 0; i < 24; ++i)
+    requests.push_back({"r" + std::to_string(i), 0, random_tokens(20 + i, i), "", 40});
+  for (const char* policy : {"full", "snapkv:budget=12,window=4", "tova:budget=16"}) {
+    INFO(policy);
+    World alone(policy, requests, 40, {.streams = 1, .chunk = 8});
+    alone.run();
+    std::vector<std::vector<float>> margins(requests.size());
+    const auto watch = [&](std::size_t request, std::span<const float> logits) {
+      std::vector<float> top(logits.begin(), logits.end());
+      std::nth_element(top.begin(), top.begin() + 1, top.end(), std::greater<>());
+      margins[request].push_back(top[0] - top[1]);
+    };
+    World many(
+        policy, requests, 200, {.streams = 24, .chunk = 32, .overcommit = true, .watches = watch});
+    many.run();
+    CHECK(many.scheduler.counters().streams > 16);
+    if (policy == std::string("full")) CHECK(many.scheduler.counters().preempted > 0);
+    for (std::size_t i = 0; i < requests.size(); ++i) {
+      const auto a = alone.tokens()[i], b = many.tokens()[i];
+      REQUIRE(a.size() == b.size());
+      const auto at =
+          static_cast<std::size_t>(std::mismatch(a.begin(), a.end(), b.begin()).first - a.begin());
+      if (at < a.size()) CHECK(margins[i][at] < 1e-3F);
+    }
   }
 }
 
