@@ -34,6 +34,8 @@
 #include <kvtrim/core/sequence_plane.hpp>
 #include <kvtrim/core/status.hpp>
 #include <kvtrim/core/types.hpp>
+#include <kvtrim/engine/llama_cpp.hpp>
+#include <kvtrim/engine/row_table.hpp>
 #include <kvtrim/evict/apply.hpp>
 #include <kvtrim/evict/commit.hpp>
 #include <kvtrim/evict/evict.hpp>
@@ -97,6 +99,7 @@
 #include <kvtrim/score/tova.hpp>
 #include <kvtrim/score/value_norm.hpp>
 #include <kvtrim/score/window.hpp>
+#include <kvtrim/score/window_probabilities.hpp>
 #include <kvtrim/select/choose_rows.hpp>
 #include <kvtrim/select/pages.hpp>
 #include <kvtrim/select/protection.hpp>
