@@ -17,10 +17,11 @@ import statistics
 import subprocess
 import sys
 
-RUNS = {"streaming": ("streaming:sinks=4,budget=1024,form=pages", ["--in-cache"]),
-        "no sinks": ("streaming:sinks=0,budget=1024,form=pages", ["--in-cache"]),
-        "plain cache": ("full", ["--beyond-context"])}
 CONTEXT = 8192  # of the model
+# Policy, options, and tokens at most: what has become of the two others is seen by then.
+RUNS = {"streaming": ("streaming:sinks=4,budget=1024,form=pages", ["--in-cache"], None),
+        "no sinks": ("streaming:sinks=0,budget=1024,form=pages", ["--in-cache"], 7000),
+        "plain cache": ("full", ["--beyond-context"], CONTEXT + 1000)}
 
 
 def read_lines(path):
@@ -93,8 +94,8 @@ def main():
     length, predicted = 1024, 20
 
     runs = {}
-    for name, (policy, more) in RUNS.items():
-        count = min(args.tokens, CONTEXT + 1000) if policy == "full" else args.tokens  # it grows: it takes long enough
+    for name, (policy, more, most) in RUNS.items():
+        count = min(args.tokens, most or args.tokens)
         trace = args.work / (name.replace(" ", "-") + ".jsonl")
         run([args.programs / "generate", "--model", args.model, "--teacher", args.text, "--tokens", count,
              "--policy", policy, *more, "--threads", args.threads, "--trace", trace], trace)

@@ -221,13 +221,22 @@ int calculate(const Options& o) {
               : o.weights.empty() ? 0
                                   : program::parse_bytes("--weights", o.weights);
   for (const kvtrim::LayerShape& kind : model.kinds) {
-    a.token_bytes += kvtrim::token_bytes(kind, dtype_of(o.dtype));
-    a.stream_bytes +=
-        kvtrim::cache_bytes(kind, dtype_of(o.dtype), kvtrim::window_rows(kind, o.context));
+    const std::int64_t bytes = kvtrim::token_bytes(kind, dtype_of(o.dtype));
+    if (bytes > (std::int64_t{1} << 30))  // so that no sum below overflows
+      throw std::runtime_error(model.name + ": " + program::grouped(bytes) +
+                               " B a token is no model's");
+    a.token_bytes += bytes;
+    a.stream_bytes += bytes * kvtrim::window_rows(kind, o.context);
   }
   // Printed sums are of all streams.
-  static_cast<void>(kvtrim::detail::checked_product("--streams", a.stream_bytes, 2 * o.streams));
-  for (const std::string& policy : o.policies) a.rows.push_back(row_of(o, model, policy));
+  const auto check = [&](std::int64_t bytes) {
+    static_cast<void>(kvtrim::detail::checked_product("--streams", bytes, o.streams));
+  };
+  check(a.stream_bytes);
+  for (const std::string& policy : o.policies) {
+    a.rows.push_back(row_of(o, model, policy));
+    check(std::max(a.rows.back().prompt_bytes, a.rows.back().running_bytes));
+  }
   if (o.json) {
     print_json(o, model, a);
   } else {
@@ -251,7 +260,7 @@ int main(int argc, char** argv) {
       ->check(CLI::Range(1, INT32_MAX))
       ->capture_default_str();
   app.add_option("--generate", o.generate, "rows that are added to it")
-      ->check(CLI::Range(0, INT32_MAX))
+      ->check(CLI::Range(0, 1 << 24))
       ->capture_default_str();
   app.add_option("--streams", o.streams, "sequences at once")
       ->check(CLI::Range(1, INT32_MAX))

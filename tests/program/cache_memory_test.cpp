@@ -185,6 +185,8 @@ TEST_CASE("cache_memory: a config.json that is no model is one line that says wh
   no_model(R"({"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 4,
                "layer_types": ["linear_attention"]})",
            "layer type \"linear_attention\" is not known");
+  no_model(R"({"num_hidden_layers": 16777216, "num_attention_heads": 16777216, "head_dim": 1})",
+           "B a token is no model's");
   no_model(R"({"num_hidden_layers": 1, "kv_lora_rank": 512})", "qk_rope_head_dim is missing");
   no_model(R"({"text_config": {"model_type": 7}})", "num_hidden_layers is missing");
   refused({"--model", folder.file("none.json")}, "cannot read");
@@ -206,6 +208,8 @@ TEST_CASE("cache_memory: what cannot be is refused with its numbers", "[program]
   refused({"--memory", "-1GiB"}, "not within 0 and 2^62");
   refused({"--weights", "1e99"}, "not within 0 and 2^62");
   refused({"--streams", "2147483647", "--context", "2147483647"}, "does not fit 63 bits");
+  refused({"--streams", "2147483647", "--context", "1", "--generate", "16777216"},
+          "does not fit 63 bits");
   CHECK(cache_memory({"--policy", "adakv", "--tables", "head"}).status == 0);
   const Lines none({"--memory", "1GiB", "--policy", "full"});  // less than the weights
   CHECK(none.policies.at("full")["fit_steady"] == 0);

@@ -132,7 +132,8 @@ class PeakFollower {
 /// \throws std::invalid_argument if a length is negative, `page_size`, `chunk` or `options.layers` below 1, or
 ///   prompt + new_tokens beyond 31 bits
 /// \par Complexity
-/// O(layers * (prompt / chunk + new_tokens)) demands, constexpr where the policy's demand is; no allocation
+/// O(layers * (prompt / chunk + new_tokens)) demands, or O(layers) where nothing is cut after the prompt; constexpr where the
+/// policy's demand is; no allocation
 /// \par Source
 /// own
 template <Policy P>
@@ -162,10 +163,12 @@ template <Policy P>
     }
     table.cut();
     peak.running = table.pages();
-    for (std::int64_t row = 0; row < new_tokens; ++row) {
-      table.append(1);
+    const bool grows = options.cuts == CutTimes::after_prompt;
+    const std::int64_t step = grows ? std::max<std::int64_t>(1, new_tokens) : 1;
+    for (std::int64_t row = 0; row < new_tokens; row += step) {
+      table.append(static_cast<std::int32_t>(step));
       peak.running = std::max(peak.running, table.pages());
-      if (options.cuts != CutTimes::after_prompt) { table.cut(); }
+      if (!grows) { table.cut(); }
     }
     sum.prompt += peak.prompt;
     sum.running += peak.running;
