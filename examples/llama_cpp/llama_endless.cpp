@@ -60,6 +60,14 @@ int run(const Options& o) {
                                 std::to_string(cells) + " cells, or is below --chunk " +
                                 std::to_string(o.chunk));
   }
+  // A key lives for so many evictions; each time an f16 key is rounded again (--drift).
+  constexpr std::int32_t most_rotations = 16;
+  const std::int32_t rotations = (recent + o.block - 1) / o.block;
+  if (in_cache && o.type_k == "f16" && rotations > most_rotations) {
+    throw std::invalid_argument("type_k: is f16, and with --block " + std::to_string(o.block) +
+                                " a key is rotated " + std::to_string(rotations) +
+                                " times, each time rounded: use --type-k f32, or larger blocks");
+  }
   // Cut when the next chunk does not fit: to sinks + recent, which frees `block` cells.
   const kvtrim::StreamingSink policy({.sinks = o.sinks, .recent = recent});
   double sum = 0, late = 0;
@@ -95,8 +103,7 @@ int run(const Options& o) {
               o.type_v.c_str(),
               static_cast<long long>(evictions),
               o.block);
-  if (in_cache)
-    std::printf("no key was rotated more than %d times\n", (recent + o.block - 1) / o.block);
+  if (in_cache) std::printf("no key was rotated more than %d times\n", rotations);
   std::printf("perplexity %.3f",
               std::exp(-sum / static_cast<double>(std::max<std::int64_t>(1, predictions))));
   if (late_predictions > 0)

@@ -10,7 +10,9 @@
 
 #include <ggml-backend.h>
 #include <ggml.h>
+#include <llama.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <exception>
@@ -214,5 +216,28 @@ class ScoreTap {
   std::vector<float> row_;
   std::vector<float> scores_;
 };
+
+/// In a model with a sliding window, finds the layers that see everything, and have the tap read those only: decodes a text
+/// longer than the window in the empty context, and empties it again.
+/// \throws std::invalid_argument if the context is not longer than the window
+inline void find_scored_layers(ScoreTap& tap, const llama_model* model, llama_context* context) {
+  const std::int32_t swa = llama_model_n_swa(model);
+  if (swa < 1) return;
+  if (swa + 1 > static_cast<std::int32_t>(llama_n_ctx(context))) {
+    throw std::invalid_argument("n_ctx: is " + std::to_string(llama_n_ctx(context)) +
+                                ", not above the model's sliding window of " + std::to_string(swa));
+  }
+  tap.find_layers(swa + 1, [&] {
+    std::vector<llama_token> ids(static_cast<std::size_t>(swa) + 1,
+                                 llama_vocab_bos(llama_model_get_vocab(model)));
+    const auto step = static_cast<std::size_t>(llama_n_ubatch(context));
+    for (std::size_t begin = 0; begin < ids.size(); begin += step) {
+      const auto count = static_cast<std::int32_t>(std::min(step, ids.size() - begin));
+      if (llama_decode(context, llama_batch_get_one(ids.data() + begin, count)) != 0)
+        throw std::runtime_error("llama_decode failed on the first text");
+    }
+    llama_memory_clear(llama_get_memory(context), true);
+  });
+}
 
 }  // namespace llama_example

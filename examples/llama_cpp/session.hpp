@@ -264,23 +264,7 @@ class Session {
   void listen() {
     tap_->on_written = [this](std::span<const Written> written) { append(written); };
     tap_->on_scores = [this](const LayerScores& scores) { observe(scores); };
-    if (const std::int32_t swa = llama_model_n_swa(model_); swa > 0) {
-      if (swa + 1 > cells()) {
-        throw std::invalid_argument("n_ctx: is " + std::to_string(cells()) +
-                                    ", not above the model's sliding window of " +
-                                    std::to_string(swa));
-      }
-      tap_->find_layers(swa + 1, [&] {
-        std::vector<llama_token> ids(static_cast<std::size_t>(swa) + 1, llama_vocab_bos(vocab()));
-        const auto step = static_cast<std::size_t>(llama_n_ubatch(context_.get()));
-        for (std::size_t begin = 0; begin < ids.size(); begin += step) {
-          const auto count = static_cast<std::int32_t>(std::min(step, ids.size() - begin));
-          if (llama_decode(context_.get(), llama_batch_get_one(ids.data() + begin, count)) != 0)
-            throw std::runtime_error("llama_decode failed on the first text");
-        }
-        llama_memory_clear(memory(), true);
-      });
-    }
+    find_scored_layers(*tap_, model_, context_.get());
   }
 
   // Sums go to the table; a window's probabilities are kept for the policies that score by them.
