@@ -8,6 +8,8 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <numeric>
+#include <optional>
 #include <stdexcept>
 #include <utility>
 #include <variant>
@@ -69,21 +71,24 @@ std::vector<float> read_filters(const std::string& path, const engine::LlamaShap
 Evictor::Evictor(engine::LlamaModel& model,
                  PagedCache& cache,
                  const Needs& needs,
-                 std::vector<float> filters)
+                 std::vector<float> filters,
+                 std::int32_t slots)
     : cache_(&cache),
       filters_(needs.filters && filters.empty()
                    ? throw std::invalid_argument("policy qfilter needs --filters FILE")
                    : std::move(filters)),
       output_(output_of(model, needs.output)),
-      recorder_(needs, offered(model)) {
+      recorder_(needs, offered(model, slots)),
+      slots_(static_cast<std::size_t>(cache.params().max_sequences), -1) {
+  if (slots == 0) std::iota(slots_.begin(), slots_.end(), 0);
   model.observe_unrotated_queries(needs.moments.has_value());
 }
 
-Recorder::Params Evictor::offered(const engine::LlamaModel& model) const {
+Recorder::Params Evictor::offered(const engine::LlamaModel& model, std::int32_t slots) const {
   const engine::LlamaShape& shape = model.shape();
   const std::int64_t kv = std::int64_t{shape.kv_heads} * shape.head_dim;
   const std::int64_t w = std::int64_t{shape.heads} * shape.head_dim * shape.embedding;
-  Recorder::Params p{.sequences = cache_->params().max_sequences,
+  Recorder::Params p{.sequences = slots > 0 ? slots : cache_->params().max_sequences,
                      .layers = shape.layers,
                      .query_heads = shape.heads,
                      .kv_heads = shape.kv_heads,
@@ -100,24 +105,41 @@ Status Evictor::prefill(engine::LlamaModel& model,
                         SequenceId s,
                         std::span<const std::int32_t> prompt) {
   if (!recorder_.needs().token_scores) return model.prefill(*cache_, s, prompt, observer());
-  std::vector<float> seen(prompt.size(), 0.0F);
   constexpr std::size_t chunk = 256;  // rows of logits that are in memory at a time
   for (std::size_t begin = 0; begin < prompt.size(); begin += chunk) {
-    const engine::Segment segment{s, prompt.subspan(begin, std::min(chunk, prompt.size() - begin))};
-    const Status status = model.forward(*cache_, {&segment, 1}, engine::LogitRows::all, observer());
+    const auto tokens = prompt.subspan(begin, std::min(chunk, prompt.size() - begin));
+    const std::size_t end = begin + tokens.size();
+    const Status status = read(model,
+                               s,
+                               tokens,
+                               end < prompt.size() ? std::optional(prompt[end]) : std::nullopt,
+                               engine::LogitRows::all);
     if (status != Status::ok) return status;
-    for (std::size_t i = 0; i < segment.tokens.size() && begin + i + 1 < prompt.size(); ++i) {
-      seen[begin + i + 1] =
-          surprisal(model.logits(static_cast<Eigen::Index>(i)), prompt[begin + i + 1]);
-    }
   }
-  surprisal_.resize(seen.size());
-  pool(seen, Pooling::average, 7, surprisal_);
+  return Status::ok;
+}
+
+Status Evictor::read(engine::LlamaModel& model,
+                     SequenceId s,
+                     std::span<const std::int32_t> tokens,
+                     std::optional<std::int32_t> after,
+                     engine::LogitRows rows) {
+  const bool scores = recorder_.needs().token_scores;
+  const auto begin = static_cast<std::size_t>(raw(cache_->next_position(s)));
+  const engine::Segment segment{s, tokens};
+  const Status status =
+      model.forward(*cache_, {&segment, 1}, scores ? engine::LogitRows::all : rows, observer());
+  if (status != Status::ok || !scores) return status;
+  seen_.resize(begin + 1);  // the first token's is 0, or was computed with the tokens before
+  for (std::size_t i = 0; i < tokens.size(); ++i) {
+    const std::optional<std::int32_t> next = i + 1 < tokens.size() ? tokens[i + 1] : after;
+    if (next) seen_.push_back(surprisal(model.logits(static_cast<Eigen::Index>(i)), *next));
+  }
   return Status::ok;
 }
 
 void Evictor::prepare(const AnyPolicy& policy, SequenceId s) {
-  const std::int32_t slot = raw(s);
+  const std::int32_t slot = slot_of(s);
   const PlanShape shape =
       plan_shape(cache_->view(s), recorder_.observation({&slot, 1}), executor_.workers());
   const auto bytes_for = [&](const auto& p) { return plan_workspace_bytes(p, shape); };
@@ -129,11 +151,13 @@ Report Evictor::evict(const AnyPolicy& policy,
                       std::int32_t keep,
                       const PlanOptions& options) {
   prepare(policy, s);
-  const std::int32_t slot = raw(s);
+  const std::int32_t slot = slot_of(s);
   Observation seen = recorder_.observation({&slot, 1});
   if (needs_of(policy).token_scores) {
-    if (surprisal_.size() != static_cast<std::size_t>(cache_->live_rows(s)))
+    if (seen_.size() != static_cast<std::size_t>(cache_->live_rows(s)))
       throw std::runtime_error("scores by surprisal act once, at the end of the prompt");
+    surprisal_.resize(seen_.size());
+    pool(seen_, Pooling::average, 7, surprisal_);
     // One score per token for all layers and KV heads.
     seen.scores = SequencePlane::dense(surprisal_.data(), 1, 1, cache_->live_rows(s));
     seen.scores.layer_stride = seen.scores.head_stride = seen.scores.sequence_stride = 0;
@@ -150,7 +174,9 @@ Report Evictor::evict(const AnyPolicy& policy,
 
 void Evictor::observe(const engine::LayerObservation& seen) {
   check_interrupt();  // stop at once, even in a long prompt
-  const std::int32_t slot = raw(seen.sequence);
+  const std::int32_t slot = slot_of(seen.sequence);
+  const Needs& needs = recorder_.needs();
+  if (slot < 0 || (needs.window == 0 && !needs.accumulate && !needs.moments)) return;
   const Recorder::Params& model = recorder_.params();
   LayerStep step{.layer = seen.layer, .sequences = {&slot, 1}};
   step.queries = {.data = seen.queries.data(),
@@ -163,7 +189,11 @@ void Evictor::observe(const engine::LayerObservation& seen) {
                   .lse_head_stride = seen.tokens};
   step.unrotated = step.queries;
   step.unrotated.data = seen.unrotated_queries.data();
-  if (recorder_.record(cache_->view(seen.sequence), step, executor_) != Status::ok) {
+  const CacheView view = cache_->view(seen.sequence);
+  // To wake threads takes longer than to store a few rows.
+  const bool alone = seen.tokens < 16 && !needs.accumulate;
+  if ((alone ? recorder_.record(view, step) : recorder_.record(view, step, executor_)) !=
+      Status::ok) {
     throw std::runtime_error("the step was not recorded: " + std::string(recorder_.fault().what) +
                              " " + std::to_string(recorder_.fault().value));
   }

@@ -11,6 +11,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -42,11 +43,19 @@ namespace program {
 class Evictor {
  public:
   /// \param filters  the result of `read_filters`, for policies that need it
+  /// \param slots    sequences that are watched at the same time; 0: all that the cache can have, each in the slot of its number
   /// \throws std::invalid_argument if a policy needs filters and there are none
   Evictor(engine::LlamaModel& model,
           kvtrim::PagedCache& cache,
           const kvtrim::Needs& needs,
-          std::vector<float> filters = {});
+          std::vector<float> filters = {},
+          std::int32_t slots = 0);
+
+  /// Has sequence `s` watched in a slot of the recorder from now on, or no longer (-1): a policy that acts once has seen all it
+  /// needs then. The caller resets or forks the slot.
+  void watch(kvtrim::SequenceId s, std::int32_t slot) {
+    slots_.at(static_cast<std::size_t>(kvtrim::raw(s))) = slot;
+  }
 
   /// The hook to pass to `LlamaModel::forward`. After Ctrl-C it throws Interrupted.
   [[nodiscard]] engine::Observer observer() {
@@ -58,8 +67,24 @@ class Evictor {
                          kvtrim::SequenceId s,
                          std::span<const std::int32_t> prompt);
 
-  /// What was recorded: forked and reset with its sequence, which is its slot.
+  /// Runs the next tokens of a prompt, for prompts that are read in parts. One prompt at a time where token scores are needed;
+  /// the first token after a fork counts as expected.
+  ///
+  /// \param after  the token that follows, if the prompt goes on
+  /// \param rows   logits to compute; all, where token scores are needed
+  kvtrim::Status read(engine::LlamaModel& model,
+                      kvtrim::SequenceId s,
+                      std::span<const std::int32_t> tokens,
+                      std::optional<std::int32_t> after,
+                      engine::LogitRows rows);
+
+  /// What was recorded: forked and reset with its sequence, by its slot.
   [[nodiscard]] kvtrim::Recorder& recorder() noexcept { return recorder_; }
+  /// Bytes of what is recorded, and of the largest workspace until now.
+  [[nodiscard]] std::size_t recorder_bytes() const noexcept {
+    return kvtrim::Recorder::bytes(recorder_.needs(), recorder_.params());
+  }
+  [[nodiscard]] std::size_t workspace_bytes() const noexcept { return workspace_.size(); }
 
   /// Makes the workspace large enough for `evict` of sequence `s` as it is now, so that the eviction allocates nothing.
   void prepare(const AnyPolicy& policy, kvtrim::SequenceId s);
@@ -72,7 +97,11 @@ class Evictor {
                        const kvtrim::PlanOptions& options = {});
 
  private:
-  [[nodiscard]] kvtrim::Recorder::Params offered(const engine::LlamaModel& model) const;
+  [[nodiscard]] kvtrim::Recorder::Params offered(const engine::LlamaModel& model,
+                                                 std::int32_t slots) const;
+  [[nodiscard]] std::int32_t slot_of(kvtrim::SequenceId s) const {
+    return slots_.at(static_cast<std::size_t>(kvtrim::raw(s)));
+  }
   void observe(const engine::LayerObservation& seen);
 
   kvtrim::PagedCache* cache_;
@@ -80,7 +109,9 @@ class Evictor {
   std::vector<float> filters_;
   std::vector<float> output_;  // W_O of every query head, transposed: [heads, head_dim, hidden]
   kvtrim::Recorder recorder_;
-  std::vector<float> surprisal_;  // of the last prompt, pooled
+  std::vector<std::int32_t> slots_;  // of each sequence; -1: not watched
+  std::vector<float> seen_;          // surprisal of the last prompt's tokens
+  std::vector<float> surprisal_;     // the same, pooled
   std::vector<std::byte> workspace_;
 };
 

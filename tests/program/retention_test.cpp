@@ -186,6 +186,7 @@ TEST_CASE("retention: a JSON line for each policy and size, with exactly these k
                                            "released_pages",
                                            "bytes_moved",
                                            "evict_ms"});
+    CHECK(line["kind"] == "retention");
     variants.emplace_back(line["policy"], line["removed"]);
   }
   // The full cache is always measured: it is what the others are compared with.
