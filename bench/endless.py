@@ -20,7 +20,7 @@ import sys
 CONTEXT = 8192  # of the model
 # Policy, options, and tokens at most: what has become of the two others is seen by then.
 RUNS = {"streaming": ("streaming:sinks=4,budget=1024,form=pages", ["--in-cache"], None),
-        "no sinks": ("streaming:sinks=0,budget=1024,form=pages", ["--in-cache"], 7000),
+        "no sinks": ("streaming:sinks=0,budget=1024,form=pages", ["--in-cache"], 1500),
         "plain cache": ("full", ["--beyond-context"], CONTEXT + 1000)}
 
 
@@ -86,6 +86,7 @@ def main():
     parser.add_argument("--work", type=pathlib.Path, required=True, help="folder for what each run leaves")
     parser.add_argument("--json", type=pathlib.Path, help="the summary, as JSON lines")
     parser.add_argument("--tokens", type=int, default=12000)
+    parser.add_argument("--runs", nargs="+", choices=list(RUNS), default=list(RUNS))
     parser.add_argument("--warm", type=int, default=1100, help="tokens before anything is compared")
     parser.add_argument("--windows", type=int, default=100)
     parser.add_argument("--threads", type=int, default=0)
@@ -94,7 +95,8 @@ def main():
     length, predicted = 1024, 20
 
     runs = {}
-    for name, (policy, more, most) in RUNS.items():
+    for name in dict.fromkeys(["streaming", *args.runs]):
+        policy, more, most = RUNS[name]
         count = min(args.tokens, most or args.tokens)
         trace = args.work / (name.replace(" ", "-") + ".jsonl")
         run([args.programs / "generate", "--model", args.model, "--teacher", args.text, "--tokens", count,
