@@ -177,17 +177,14 @@ class Session {
   /// Lets `to` be a copy of sequence `from`: cells are shared until they are evicted.
   void fork(llama_seq_id from, llama_seq_id to) {
     end(to);
-    llama_memory_seq_cp(memory(), from, to, -1, -1);
+    llama_memory_seq_cp(memory(), from, to, 0, table(from).next_position());
     if (tap_) tap_->map().copy(from, to);
     tables_[checked(to)]->assign(*tables_[checked(from)]);
   }
   /// Forgets a sequence.
   void end(llama_seq_id s) {
-    const std::size_t i = checked(s);
-    if (!llama_memory_seq_rm(memory(), s, -1, -1))
-      throw std::runtime_error("llama_memory_seq_rm failed");
-    if (tap_) tap_->map().clear(s);
-    tables_[i]->clear();
+    remove(s, {0, table(s).next_position()});
+    tables_[checked(s)]->clear();
   }
 
   /// Lets `policy` evict from a sequence.

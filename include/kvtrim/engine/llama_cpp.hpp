@@ -158,7 +158,7 @@ class CellMap {
     peak_ = std::max(peak_, ++used_);
     return Status::ok;
   }
-  /// `llama_memory_seq_cp(memory, from, to, -1, -1)`: `to` has the cells of `from`, and nothing else.
+  /// `llama_memory_seq_cp` of all positions: `to` has the cells of `from`, and nothing else.
   /// \pre both are sequences; `to` is empty
   void copy(std::int32_t from, std::int32_t to) {
     KVTRIM_ASSERT(has(from) && has(to) && from != to && rows_[index(to)].empty());
