@@ -230,7 +230,7 @@ int calculate(const Options& o) {
   }
   // Printed sums are of all streams.
   const auto check = [&](std::int64_t bytes) {
-    static_cast<void>(kvtrim::detail::checked_product("--streams", bytes, o.streams));
+    static_cast<void>(kvtrim::detail::checked_product("--streams", {bytes, o.streams}));
   };
   check(a.stream_bytes);
   for (const std::string& policy : o.policies) {
