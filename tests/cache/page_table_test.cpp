@@ -94,15 +94,15 @@ TEST_CASE("page_table: an entry is a page, a page with flags, or the engine's nu
 TEST_CASE("page_table: pages are writable by ref count, by bit, and where neither is known",
           "[page_table]") {
   Writable all;
-  CHECK(all(PageId{123456}));
+  CHECK(all(PageId{123456}, LayerId{0}, HeadId{0}));
 
   const std::array<std::int32_t, 4> counts{0, 1, 2, 9};
   Writable counted;
   counted.ref_counts = counts.data();
-  CHECK(counted(PageId{0}));
-  CHECK(counted(PageId{1}));
-  CHECK_FALSE(counted(PageId{2}));
-  CHECK_FALSE(counted(PageId{3}));
+  CHECK(counted(PageId{0}, LayerId{0}, HeadId{0}));
+  CHECK(counted(PageId{1}, LayerId{0}, HeadId{0}));
+  CHECK_FALSE(counted(PageId{2}, LayerId{0}, HeadId{0}));
+  CHECK_FALSE(counted(PageId{3}, LayerId{0}, HeadId{0}));
 
   std::vector<std::uint64_t> bits(3, 0);
   Writable masked;
@@ -110,14 +110,20 @@ TEST_CASE("page_table: pages are writable by ref count, by bit, and where neithe
   for (std::int32_t p = 0; p < 192; ++p) {
     std::fill(bits.begin(), bits.end(), 0);
     bits[static_cast<std::size_t>(p) / 64] = std::uint64_t{1} << (p % 64);
-    CHECK(masked(PageId{p}));
-    CHECK_FALSE(masked(PageId{(p + 1) % 192}));
-    CHECK_FALSE(masked(PageId{(p + 64) % 192}));
+    CHECK(masked(PageId{p}, LayerId{0}, HeadId{0}));
+    CHECK_FALSE(masked(PageId{(p + 1) % 192}, LayerId{0}, HeadId{0}));
+    CHECK_FALSE(masked(PageId{(p + 64) % 192}, LayerId{0}, HeadId{0}));
   }
 
   Writable both{counts.data(), bits.data()};
   bits[0] = 0b0110;
-  CHECK_FALSE(both(PageId{0}));  // the bit says no
-  CHECK(both(PageId{1}));
-  CHECK_FALSE(both(PageId{2}));  // the count says no
+  CHECK_FALSE(both(PageId{0}, LayerId{0}, HeadId{0}));  // the bit says no
+  CHECK(both(PageId{1}, LayerId{0}, HeadId{0}));
+  CHECK_FALSE(both(PageId{2}, LayerId{0}, HeadId{0}));  // the count says no
+
+  // Layers and KV heads with pools of their own have counts of their own.
+  Writable pools{counts.data(), nullptr, 2, 1};
+  CHECK(pools(PageId{0}, LayerId{0}, HeadId{1}));
+  CHECK_FALSE(pools(PageId{0}, LayerId{1}, HeadId{0}));
+  CHECK(pools.index(PageId{1}, LayerId{1}, HeadId{1}) == 4);
 }
