@@ -43,7 +43,12 @@ Results::Results(std::string path, Json header) : path_(std::move(path)) {
   std::error_code error;
   if (std::filesystem::is_directory(path_, error))
     throw std::runtime_error("cannot write " + path_ + ": it is a folder");
-  if (std::filesystem::exists(path_, error)) read(header);
+  if (std::filesystem::exists(path_, error)) {
+    // A device may have no end.
+    if (!std::filesystem::is_regular_file(path_, error))
+      throw std::runtime_error("cannot write " + path_ + ": it is no regular file");
+    read(header);
+  }
   out_.open(path_, std::ios::binary | std::ios::app);
   if (!out_) throw std::runtime_error("cannot write " + path_);
   if (header_needed_) add(header);

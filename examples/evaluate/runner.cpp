@@ -112,7 +112,7 @@ std::vector<Answer> Runner::copy(const Turn& turn,
     std::size_t right = 0;
     for (std::size_t i = 0; i < expected.size(); ++i) right += predicted[i] == expected[i] ? 1 : 0;
     const double score = static_cast<double>(right) / static_cast<double>(expected.size());
-    answers.push_back({"", score, score >= 0.9});
+    answers.push_back({"", score, score >= copy_share});
   }
   return answers;
 }

@@ -39,6 +39,8 @@ inline constexpr std::size_t near_tokens = 256;
 inline constexpr std::size_t sample_next = 257;
 /// Tokens that a passage is cued with, and that are then scored.
 inline constexpr std::size_t cue_tokens = 8, copy_tokens = 24;
+/// Share of the tokens that makes a copy right: a model of 135 million parameters predicts 75 to 92 % with the whole cache.
+inline constexpr double copy_share = 0.75;
 
 /// How many prompts of a length.
 struct Size {
