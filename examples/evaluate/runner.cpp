@@ -74,7 +74,8 @@ Cut Runner::cut(SequenceId s, const Variant& variant) {
 }
 
 std::vector<std::vector<std::string>> Runner::kept_rows(SequenceId s, std::size_t tokens) {
-  const kvtrim::CacheView view = cache_.view(s);
+  const kvtrim::CacheView view =
+      cache_.view();  // of all sequences: rows are found by the number of this one
   std::vector<std::vector<std::string>> kept;
   for (std::int32_t l = 0; l < cache_.params().layers; ++l) {
     auto& layer = kept.emplace_back();

@@ -3,6 +3,7 @@
 // The program `evaluate`, started as a user does, with a tiny model; with --expect full, because that model knows nothing.
 
 #include <algorithm>
+#include <bit>
 #include <chrono>
 #include <cmath>
 #include <csignal>
@@ -119,7 +120,13 @@ TEST_CASE("evaluate: the small suite, whole, and once more without work", "[eval
       REQUIRE(line["rows"].size() == 2);
       REQUIRE(line["rows"][0].size() == 3);
       for (const auto& layer : line["rows"]) {
-        for (const auto& head : layer) CHECK(head.get<std::string>().size() >= 200);
+        for (const auto& head : layer) {
+          int rows = 0;
+          for (const char digit : head.get<std::string>())
+            rows +=
+                std::popcount(static_cast<unsigned>(std::stoi(std::string(1, digit), nullptr, 16)));
+          CHECK(rows == (line["removed"] == 0.9 ? 102 : 767));
+        }
       }
     }
   }
@@ -273,7 +280,5 @@ TEST_CASE("evaluate: on a full disk it ends, and goes on when there is room", "[
   CHECK(r.status == 1);
   CHECK_THAT(r.err, ContainsSubstring("cannot write " + s.out));
   CHECK(s.run(two).status == 0);
-  const std::string text = read_text(s.out);
-  const std::string& whole = whole_run().second;
-  CHECK(std::count(text.begin(), text.end(), '\n') == std::count(whole.begin(), whole.end(), '\n'));
+  CHECK(read_text(s.out) == whole_run().second);
 }
