@@ -19,11 +19,11 @@
 
 #include "engine/gguf.hpp"
 #include "engine/llama.hpp"
-#include "engine/sampling.hpp"
 #include "engine/tokenizer.hpp"
 #include "program/console.hpp"
 #include "program/eval_data.hpp"
 #include "program/evictor.hpp"
+#include "program/forks.hpp"
 #include "program/policy_spec.hpp"
 #include "program/waiting.hpp"
 
@@ -141,13 +141,18 @@ class Experiment {
         tokenizer_(tokenizer),
         model_(file),
         variants_(std::move(variants)),
-        cache_(cache_params(longest)),
+        cache_(program::fork_cache(model_,
+                                   needs_of(variants_),
+                                   options.cache_type,
+                                   options.page_size,
+                                   longest + answer_tokens + 1,
+                                   variants_.size() + 1)),
         evictor_(model_,
                  cache_,
                  needs_of(variants_),
                  options.filters.empty() ? std::vector<float>{}
-                                         : program::read_filters(options.filters, model_.shape())) {
-  }
+                                         : program::read_filters(options.filters, model_.shape())),
+        forks_(model_, cache_, evictor_) {}
 
   [[nodiscard]] std::vector<Variant>& variants() { return variants_; }
 
@@ -163,8 +168,8 @@ class Experiment {
     with_prefix(read, [&](kvtrim::SequenceId base) {
       for (Variant& v : variants_) forks.push_back(fork_and_evict(base, v));
     });
-    const auto answers =
-        options_.demo ? answer_one_by_one(forks, rest) : answer_together(forks, rest);
+    const auto answers = options_.demo ? answer_one_by_one(forks, rest)
+                                       : forks_.answer(tokenizer_, forks, rest, answer_tokens);
     for (std::size_t i = 0; i < forks.size(); ++i) {
       variants_[i].prompts += 1;
       variants_[i].correct +=
@@ -175,105 +180,39 @@ class Experiment {
 
   void sample(const program::Sample& sample) {
     const std::span<const Token> ids(sample.ids);
-    const auto given = ids.subspan(sample.prefill, ids.size() - sample.prefill - 1);
     with_prefix(ids.first(sample.prefill), [&](kvtrim::SequenceId base) {
       for (Variant& v : variants_) {
         const kvtrim::SequenceId s = fork_and_evict(base, v);
-        run({{{s, given}}}, engine::LogitRows::all);
-        for (std::size_t i = 0; i < given.size(); ++i) {
-          const auto row = model_.logits(static_cast<Eigen::Index>(i));
-          const auto next = static_cast<std::size_t>(ids[sample.prefill + i + 1]);
-          v.log_probability += static_cast<double>(row[next]) - engine::log_sum_exp(row);
-        }
-        v.predictions += static_cast<std::int64_t>(given.size());
+        const auto scored = forks_.log_probabilities(s, ids.subspan(sample.prefill));
+        for (const double p : scored) v.log_probability += p;
+        v.predictions += static_cast<std::int64_t>(scored.size());
         cache_.destroy(s);
       }
     });
   }
 
  private:
-  kvtrim::PagedCache::Params cache_params(std::size_t longest) const {
-    kvtrim::PagedCache::Params p = model_.cache_params();
-    p.page_size = options_.page_size;
-    p.dtype = program::cache_dtype(options_.cache_type);
-    p.max_rows = static_cast<std::int32_t>(longest + answer_tokens + 1);
-    p.max_sequences = static_cast<std::int32_t>(variants_.size()) + 1;
-    p.scope = needs_of(variants_).scope;
-    p.pages = p.max_sequences * kvtrim::pages_for(p.max_rows, p.page_size) *
-              kvtrim::tables_of(p.scope, p.layers, p.kv_heads);
-    p.scores = true;
-    return p;
-  }
-
   template <class F>
   void with_prefix(std::span<const Token> tokens, F f) {
-    const auto base = cache_.try_create();
-    if (!base) throw std::runtime_error("no free sequence");
-    evictor_.recorder().reset(kvtrim::raw(*base));
-    if (const auto status = evictor_.prefill(model_, *base, tokens); status != kvtrim::Status::ok) {
-      throw std::runtime_error("prefill: " + std::string(kvtrim::to_string(status)));
-    }
-    f(*base);
-    cache_.destroy(*base);
+    const kvtrim::SequenceId base = forks_.read(tokens);
+    f(base);
+    cache_.destroy(base);
   }
 
-  // The fork owns its pages, so that the pages it frees are really free.
   kvtrim::SequenceId fork_and_evict(kvtrim::SequenceId base, Variant& v) {
-    program::check_interrupt();
-    const auto s = cache_.try_fork(base);
-    if (!s || cache_.try_make_private(*s) != kvtrim::Status::ok)
-      throw std::runtime_error("the cache has no room for a fork");
-    evictor_.recorder().fork(kvtrim::raw(base), kvtrim::raw(*s));
-    const std::int32_t rows = cache_.live_rows(*s);
-    const std::int32_t keep = v.spec.rows_to_keep(rows, v.removed.value_or(0));
-    const program::AnyPolicy policy = v.spec.make(keep, kvtrim::SinkForm::exact, model_.rope());
+    const kvtrim::SequenceId s = forks_.fork(base);
     const std::int32_t free_before = cache_.pool().available();
-    evictor_.prepare(policy, *s);  // allocation counts as set-up, not as eviction
-    const program::Stopwatch watch;
-    const kvtrim::Report report = evictor_.evict(policy, *s, keep);
-    v.evict_seconds += watch.seconds();
+    const kvtrim::Report report = forks_.cut(s, v.spec, v.removed.value_or(0), &v.evict_seconds);
     v.evictions += 1;
     v.rows += report.kept_rows;
     v.rows_before += report.kept_rows + report.evicted_rows;
     v.allocated_rows += report.allocated_rows;
     v.heads = cache_.params().layers * cache_.params().kv_heads;
-    v.live_bytes += cache_.live_bytes(*s);
+    v.live_bytes += cache_.live_bytes(s);
     v.released_pages += cache_.pool().available() - free_before;
     v.page_bytes = cache_.page_bytes();
     v.bytes_moved += report.bytes_moved;
-    return *s;
-  }
-
-  void run(const std::vector<engine::Segment>& segments, engine::LogitRows rows) {
-    const auto interruptible = [](const engine::LayerObservation&) { program::check_interrupt(); };
-    if (const auto status = model_.forward(cache_, segments, rows, interruptible);
-        status != kvtrim::Status::ok) {
-      throw std::runtime_error("forward: " + std::string(kvtrim::to_string(status)));
-    }
-  }
-
-  std::vector<std::vector<Token>> answer_together(const std::vector<kvtrim::SequenceId>& forks,
-                                                  const std::vector<Token>& rest) {
-    std::vector<std::vector<Token>> answers(forks.size());
-    std::vector<std::size_t> active(forks.size());
-    for (std::size_t i = 0; i < active.size(); ++i) active[i] = i;
-    for (std::size_t step = 0; step < answer_tokens && !active.empty(); ++step) {
-      std::vector<engine::Segment> segments;
-      for (const std::size_t i : active) {
-        segments.push_back({forks[i],
-                            step == 0 ? std::span<const Token>(rest)
-                                      : std::span<const Token>(&answers[i].back(), 1)});
-      }
-      run(segments, engine::LogitRows::last);
-      std::vector<std::size_t> going;
-      for (std::size_t a = 0; a < active.size(); ++a) {
-        answers[active[a]].push_back(
-            engine::greedy_token(model_.logits(static_cast<Eigen::Index>(a))));
-        if (!tokenizer_.ends_text(answers[active[a]].back())) going.push_back(active[a]);
-      }
-      active = going;
-    }
-    return answers;
+    return s;
   }
 
   std::vector<std::vector<Token>> answer_one_by_one(const std::vector<kvtrim::SequenceId>& forks,
@@ -281,7 +220,7 @@ class Experiment {
     std::vector<std::vector<Token>> answers;
     for (std::size_t i = 0; i < forks.size(); ++i) {
       const program::Stopwatch watch;
-      answers.push_back(answer_together({forks[i]}, rest).front());
+      answers.push_back(forks_.answer(tokenizer_, {forks[i]}, rest, answer_tokens).front());
       variants_[i].decode_seconds += watch.seconds();
       variants_[i].decoded += static_cast<std::int64_t>(answers.back().size());
     }
@@ -294,6 +233,7 @@ class Experiment {
   std::vector<Variant> variants_;
   kvtrim::PagedCache cache_;
   program::Evictor evictor_;
+  program::Forks forks_;
 };
 
 std::vector<Variant> make_variants(const Options& options) {
