@@ -9,6 +9,7 @@
 #include <map>
 #include <set>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -26,21 +27,22 @@ inline constexpr std::size_t most_prompts = 2, most_policies = 8;
 inline Json kept_data(const Results& results, std::size_t prompts, const std::set<double>& sizes) {
   Json data = Json::array();
   for (const Tokens& t : results.tokens) {
-    Json runs = Json::array();
-    std::set<std::string> policies;
+    std::vector<std::string> policies;
     for (const Kept& k : results.kept) {
-      if (k.key != t.key || !sizes.contains(k.removed)) continue;
-      if (!policies.contains(k.policy) && policies.size() == most_policies) continue;
-      policies.insert(k.policy);
-      runs.push_back({{"policy", k.policy},
-                      {"size", size_name(k.removed)},
-                      {"asked", k.removed},
-                      {"rows", k.rows}});
+      if (k.key == t.key && policies.size() < most_policies &&
+          std::find(policies.begin(), policies.end(), k.policy) == policies.end())
+        policies.push_back(k.policy);
+    }
+    Json runs = Json::array();
+    for (const double removed : sizes) {
+      for (const Kept& k : results.kept) {
+        if (k.key != t.key || k.removed != removed ||
+            std::find(policies.begin(), policies.end(), k.policy) == policies.end())
+          continue;
+        runs.push_back({{"policy", k.policy}, {"size", size_name(k.removed)}, {"rows", k.rows}});
+      }
     }
     if (runs.empty()) continue;
-    std::stable_sort(runs.begin(), runs.end(), [](const Json& a, const Json& b) {
-      return a["asked"].get<double>() < b["asked"].get<double>();
-    });
     data.push_back({{"prompt", t.key.first},
                     {"question", t.key.second ? "question later" : "question known"},
                     {"texts", t.texts},
@@ -50,6 +52,29 @@ inline Json kept_data(const Results& results, std::size_t prompts, const std::se
   }
   return data;
 }
+
+// What report.js fills in.
+inline constexpr std::string_view kept_markup = R"(<figure class=chart data-chart=kept id=kept>
+<noscript><p class=note>This picture is drawn by the page's script, which your browser does not run.</p></noscript>
+<div class=controls>
+<div><label for=kept-prompt>Prompt</label><select id=kept-prompt></select></div>
+<div><label for=kept-size>Rows asked to go</label><select id=kept-size></select></div>
+<div><label for=kept-layer>Layer <output id=kept-layer-is for=kept-layer></output></label>
+<input type=range id=kept-layer min=1 value=1></div>
+<div><label for=kept-head>KV head <output id=kept-head-is for=kept-head></output></label>
+<input type=range id=kept-head min=1 value=1></div>
+</div>
+<h4 class=row>All policies, along the prompt</h4>
+<div id=kept-strips></div>
+<div class=controls>
+<div><label for=kept-policy>Painted over the text</label><select id=kept-policy></select></div>
+<p class=legend><span class="tok on">kept</span> <span class=tok>evicted</span>
+<span class="tok on fact">fact, kept</span> <span class="tok fact">fact, evicted</span></p>
+</div>
+<p id=kept-status role=status></p>
+<div id=kept-text tabindex=0 role=region aria-label="The prompt's text, painted"></div>
+<figcaption>Both sliders move by arrow keys. A bar is a token whose row was kept in this layer and head; the frame
+is the fact.)";
 
 }  // namespace detail
 
@@ -95,26 +120,15 @@ inline Json kept_data(const Results& results, std::size_t prompts, const std::se
     note += " The first " + std::to_string(detail::most_policies) + " of " +
             std::to_string(policies.size()) + " policies are shown.";
   }
-  std::string out = R"(<figure class=chart data-chart=kept id=kept>
-<noscript><p class=note>This picture is drawn by the page's script, which your browser does not run.</p></noscript>
-<div class=controls>
-<div><label for=kept-prompt>Prompt</label><select id=kept-prompt></select></div>
-<div><label for=kept-size>Rows asked to go</label><select id=kept-size></select></div>
-<div><label for=kept-layer>Layer <output id=kept-layer-is for=kept-layer></output></label><input type=range id=kept-layer min=1 value=1></div>
-<div><label for=kept-head>KV head <output id=kept-head-is for=kept-head></output></label><input type=range id=kept-head min=1 value=1></div>
-</div>
-<h4 class=row>All policies, along the prompt</h4>
-<div id=kept-strips></div>
-<div class=controls><div><label for=kept-policy>Painted over the text</label><select id=kept-policy></select></div>
-<p class=legend><span class="tok on">kept</span> <span class=tok>evicted</span> <span class="tok on fact">fact, kept</span> <span class="tok fact">fact, evicted</span></p></div>
-<p id=kept-status role=status></p>
-<div id=kept-text tabindex=0 role=region aria-label="The prompt's text, painted"></div>
-<figcaption>Both sliders move by arrow keys. A bar is a token whose row was kept in this layer and head; the frame is the fact.)" +
-                    escape(note) + R"(</figcaption>
-<details class=data><summary>Table: tokens kept in this layer and head</summary><div class=scroll tabindex=0 role=region aria-label="tokens kept"><table><thead><tr><th scope=col>policy<th scope=col>kept here<th scope=col>of tokens<th scope=col>of the fact's, kept here<th scope=col>kept, mean over layers and heads</thead><tbody id=kept-table></tbody></table></div></details>
+  return std::string(detail::kept_markup) + escape(note) + R"(</figcaption>
+<details class=data><summary>Table: tokens kept in this layer and head</summary>
+<div class=scroll tabindex=0 role=region aria-label="tokens kept"><table>
+<thead><tr><th scope=col>policy<th scope=col>kept here<th scope=col>of tokens
+<th scope=col>of the fact's, kept here<th scope=col>kept, mean over layers and heads</thead>
+<tbody id=kept-table></tbody></table></div></details>
 </figure>
-<script type="application/json" id=kept-data>)";
-  return out + text + "</script>\n";
+<script type="application/json" id=kept-data>)" +
+         text + "</script>\n";
 }
 
 }  // namespace report

@@ -163,17 +163,19 @@ inline std::string page(const Results& results, bool heat) {
   const bool answers = std::any_of(results.answers.begin(),
                                    results.answers.end(),
                                    [](const auto& a) { return a.policy != "full"; });
-  std::string out =
-      "<!doctype html>\n<html lang=en><head><meta charset=utf-8>\n"
-      "<meta name=viewport content=\"width=device-width, initial-scale=1\">\n"
-      "<meta name=color-scheme content=\"light dark\">\n<link rel=icon href=\"data:,\">\n"
-      "<title>What the model still knows</title>\n<style>\n" +
-      std::string(style_sheet) +
-      "</style></head><body><main>\n<header><h1>What the model still knows</h1>\n"
-      "<p class=lead>A policy evicts part of the KV cache; the model then answers. How much does "
-      "it keep, "
-      "and what does it lose?</p>\n" +
-      head(results) + "</header>\n";
+  const std::string title =
+      results.suite.is_null() ? "What a smaller cache is worth" : "What the model still knows";
+  std::string out = R"(<!doctype html>
+<html lang=en><head><meta charset=utf-8>
+<meta name=viewport content="width=device-width, initial-scale=1">
+<meta name=color-scheme content="light dark">
+<link rel=icon href="data:,">
+<title>)" + title + "</title>\n<style>\n";
+  out += style_sheet;
+  out += "</style></head><body><main>\n<header><h1>" + title +
+         "</h1>\n<p class=lead>Policies evict part of the KV cache. What does that save, and what "
+         "does it cost?</p>\n";
+  out += head(results) + "</header>\n";
   if (answers) {
     out += section("Quality against memory",
                    "All tasks together, one panel per policy, in the order of the files.",

@@ -242,7 +242,8 @@ struct Retained {
   return "<figure class=chart data-chart=perplexity>\n" + rows +
          "<figcaption>Up: perplexity of the full cache as a share of the policy's; 100 % is no "
          "loss. "
-         "Right: rows kept. Bars: 95 % intervals from a bootstrap over samples.</figcaption>\n" +
+         "Right: rows kept. Bars: 95 % intervals from a bootstrap over samples. The vertical axis "
+         "may begin above 0.</figcaption>\n" +
          table.html() + "</figure>\n";
 }
 

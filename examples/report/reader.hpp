@@ -284,10 +284,8 @@ class Reader {
       const auto full = full_.find({a.prompt, a.later});
       return full != full_.end() && full->second && !void_.contains({a.task, a.length});
     };
-    auto& all = results_.answers;
-    const auto end = std::stable_partition(all.begin(), all.end(), counts);
-    results_.left_out = static_cast<std::size_t>(all.end() - end);
-    all.erase(end, all.end());
+    results_.left_out =
+        std::erase_if(results_.answers, [&](const Answer& a) { return !counts(a); });
     std::erase_if(results_.traces, [](const Trace& t) { return t.seen_pages.empty(); });
   }
 
