@@ -26,25 +26,26 @@ namespace report {
 struct Comparison {
   std::size_t first = 0, second = 0;  ///< policies
   std::size_t both = 0, only_first = 0, only_second = 0, neither = 0;
-  std::vector<evaluate::Weighted> differences{};  ///< by prompt, of mean scores, second minus first
-  double p = 1;                                   ///< exact McNemar
-  double corrected = 1;                           ///< Holm, over all pairs of a setting
+  std::vector<evaluate::Weighted>
+      differences{};            ///< by prompt: points of answers found, second minus first
+  double points = 0;            ///< their mean
+  evaluate::Interval around{};  ///< bootstrap over prompts
+  double p = 1;                 ///< exact McNemar
+  double corrected = 1;         ///< Holm, over all pairs of a setting
 
   [[nodiscard]] std::size_t prompts() const { return both + only_first + only_second + neither; }
-  /// First minus second, in percentage points of the prompts.
-  [[nodiscard]] double points() const {
-    return 100 * (static_cast<double>(only_first) - static_cast<double>(only_second)) /
-           static_cast<double>(prompts());
+  /// Whether the test and the interval both say so.
+  [[nodiscard]] bool separated() const {
+    return corrected < 0.05 && (around.low > 0 || around.high < 0);
   }
-  [[nodiscard]] bool separated() const { return corrected < 0.05; }
 };
 
 namespace detail {
 
-// A prompt is right if all its turns are: turns of one conversation are not independent.
+// The test counts prompts, and a prompt as right if all its turns are: turns of one conversation are not independent.
 struct Outcome {
   bool right = true;
-  double score = 0, turns = 0;
+  double found = 0, turns = 0;
 };
 using Outcomes = std::map<std::string, Outcome>;
 
@@ -65,7 +66,7 @@ inline std::string p_value(double p) {
     if (p == results.policies.end()) continue;
     auto& o = all[static_cast<std::size_t>(p - results.policies.begin())][a.prompt];
     o.right = o.right && a.correct;
-    o.score += a.score;
+    o.found += a.correct ? 1 : 0;
     o.turns += 1;
   }
   std::vector<Comparison> pairs;
@@ -78,11 +79,13 @@ inline std::string p_value(double p) {
         if (other == all[j].end() || other->second.turns != a.turns) continue;
         const auto& b = other->second;
         ++(a.right ? (b.right ? c.both : c.only_first) : (b.right ? c.only_second : c.neither));
-        c.differences.push_back({100 * (b.score / b.turns - a.score / a.turns)});
+        c.differences.push_back({100 * (b.found / b.turns - a.found / a.turns)});
       }
       if (c.prompts() == 0) continue;
       c.p = evaluate::mcnemar(static_cast<std::int64_t>(c.only_first),
                               static_cast<std::int64_t>(c.only_second));
+      c.points = evaluate::mean(c.differences);
+      c.around = evaluate::bootstrap(c.differences);
       p_values.push_back(c.p);
       pairs.push_back(std::move(c));
     }
@@ -118,12 +121,11 @@ inline std::string matrix(const Results& results,
   }
   for (const Comparison& c : pairs) {
     const double x = left + size * place(c.first), y = top + size * place(c.second);
-    const double points = -c.points();  // the row is the second
-    const char* css = !c.separated() ? "same" : points > 0 ? "more" : "less";
+    const char* css = !c.separated() ? "same" : c.points > 0 ? "more" : "less";
     svg.raw(std::string("<g class=\"cmp ") + css + "\" data-key=" + id + '-' +
             std::to_string(c.first) + '-' + std::to_string(c.second) + "><rect x=" + number(x + 1) +
             " y=" + number(y + 1) + "></rect><text x=" + number(x + size / 2) +
-            " y=" + number(y + 17.5) + '>' + signed_number(points, 0) + "</text></g>");
+            " y=" + number(y + 17.5) + '>' + signed_number(c.points, 0) + "</text></g>");
   }
   return svg.html();
 }
@@ -140,6 +142,7 @@ inline std::string matrix(const Results& results,
                "question",
                "asked to go",
                "row minus column",
+               "95 % interval",
                "prompts",
                "both right",
                "only row",
@@ -147,8 +150,7 @@ inline std::string matrix(const Results& results,
                "neither",
                "p (McNemar)",
                "p (Holm)",
-               "verdict",
-               "mean score, row minus column (95 %)"});
+               "verdict"});
   std::string rows;
   std::size_t separated = 0, count = 0;
   for (std::size_t q = 0; q < 2; ++q) {
@@ -161,26 +163,23 @@ inline std::string matrix(const Results& results,
       for (const Comparison& c : pairs) {
         ++count;
         separated += c.separated() ? 1 : 0;
-        const evaluate::Interval around = evaluate::bootstrap(c.differences);
-        const double points = -c.points();
-        table.row(
-            results.policies[c.second] + " against " + results.policies[c.first],
-            {{question_words[q], "", false},
-             {size_name(removed), "", false},
-             {signed_number(points, 1) + " points",
-              id + '-' + std::to_string(c.first) + '-' + std::to_string(c.second)},
-             {std::to_string(c.prompts())},
-             {std::to_string(c.both)},
-             {std::to_string(c.only_second)},
-             {std::to_string(c.only_first)},
-             {std::to_string(c.neither)},
-             {detail::p_value(c.p)},
-             {detail::p_value(c.corrected)},
-             {c.separated() ? points > 0 ? "row finds more" : "column finds more" : "not separated",
-              "",
-              false},
-             {signed_number(evaluate::mean(c.differences), 1) + " (" +
-              signed_number(around.low, 1) + " to " + signed_number(around.high, 1) + ")"}});
+        table.row(results.policies[c.second] + " against " + results.policies[c.first],
+                  {{question_words[q], "", false},
+                   {size_name(removed), "", false},
+                   {signed_number(c.points, 1) + " points",
+                    id + '-' + std::to_string(c.first) + '-' + std::to_string(c.second)},
+                   {signed_number(c.around.low, 1) + " to " + signed_number(c.around.high, 1)},
+                   {std::to_string(c.prompts())},
+                   {std::to_string(c.both)},
+                   {std::to_string(c.only_second)},
+                   {std::to_string(c.only_first)},
+                   {std::to_string(c.neither)},
+                   {detail::p_value(c.p)},
+                   {detail::p_value(c.corrected)},
+                   {c.separated() ? c.points > 0 ? "row finds more" : "column finds more"
+                                  : "not separated",
+                    "",
+                    false}});
       }
       panels += "<div class=panel><div class=name>" + escape(size_name(removed)) + "</div>" +
                 detail::matrix(results, pairs, id) + "</div>\n";
@@ -195,14 +194,17 @@ inline std::string matrix(const Results& results,
          " differences are separated from chance; the others rank nothing.</p>\n"
          "<figure class=chart data-chart=compare>\n" +
          rows +
-         "<figcaption>Percentage points of prompts found by the row's policy, minus the column's; "
-         "columns are numbered as on the diagonal. <b class=\"swatch more\">+ framed</b> the row "
-         "finds "
-         "more, <b class=\"swatch less\">\xE2\x88\x92 dashed</b> the column does: exact McNemar "
-         "test on "
-         "the same prompts, below 0.05 after Holm's correction over the pairs of a matrix. Plain: "
-         "not "
-         "separated. A prompt of several turns is found if all its answers are.</figcaption>\n" +
+         "<figcaption>Percentage points of answers found by the row's policy, minus the column's; "
+         "columns "
+         "are numbered as on the diagonal. <b class=\"swatch more\">+ framed</b> the row finds "
+         "more, "
+         "<b class=\"swatch less\">\xE2\x88\x92 dashed</b> the column does. Those are separated: "
+         "exact "
+         "McNemar test on the same prompts below 0.05 after Holm's correction over the pairs of a "
+         "matrix, "
+         "and a bootstrap interval without 0. The test takes a prompt of several turns as found if "
+         "all its "
+         "answers are.</figcaption>\n" +
          table.html() + "</figure>\n";
 }
 

@@ -119,6 +119,9 @@ inline std::string head(const Results& results) {
   std::vector<std::string> notes;
   if (!results.suite.is_null() && plain(results.suite["suite"]) == "small")
     notes.emplace_back("The small suite is a smoke test: its few prompts support no claim.");
+  if (!results.suite.is_null() && results.suite.value("expect", Json()) == "full")
+    notes.emplace_back(
+        "An answer counts as right if it is the full cache's own, not if it is true.");
   for (const TaskLine& t : results.tasks) {
     if (t.dropped)
       notes.push_back("Dropped: " + t.task + " at " + std::to_string(t.length) +

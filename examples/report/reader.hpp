@@ -119,18 +119,23 @@ class Reader {
   }
 
   void suite(const Json& line) {
-    for (const char* key : {"version", "suite", "model", "model_hash", "dtype", "page_size"}) {
+    for (const char* key : {"version", "suite", "model", "model_hash", "dtype", "page_size"})
       if (!line.contains(key)) throw std::runtime_error("'" + std::string(key) + "' is missing");
-      if (!results_.suite.is_null() && results_.suite[key] != line[key]) {
-        throw std::runtime_error(
-            std::string("results of another ") +
-            (std::string_view(key).starts_with("model") ? "model: '" : "suite: '") + key + "' is " +
-            line[key].dump() + ", not " + results_.suite[key].dump());
-      }
+    if (results_.suite.is_null()) results_.suite = line;
+    // All but the commit; a key that only one of them has differs, too.
+    std::set<std::string> keys;
+    for (const Json& each : {results_.suite, line})
+      for (const auto& [key, value] : each.items()) keys.insert(key);
+    keys.erase("commit");
+    for (const std::string& key : keys) {
+      const Json first = results_.suite.value(key, Json()), other = line.value(key, Json());
+      if (first == other) continue;
+      throw std::runtime_error("results of another " +
+                               std::string(key.starts_with("model") ? "model" : "suite") + ": '" +
+                               key + "' is " + other.dump() + ", not " + first.dump());
     }
     layers_ = static_cast<std::size_t>(detail::number_in(line, "layers", 1, 1e6));
     heads_ = static_cast<std::size_t>(detail::number_in(line, "kv_heads", 1, 1e6));
-    if (results_.suite.is_null()) results_.suite = line;
     add(results_.commits, line.contains("commit") ? line["commit"].dump() : "unknown");
   }
 

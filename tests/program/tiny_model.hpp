@@ -23,7 +23,9 @@ inline constexpr std::int32_t end_of_text = 256;
 inline constexpr std::int32_t end_of_turn = 258;
 
 /// \param ends_at_once  whether an end token is by far the likeliest, whatever the text
-inline engine_test::GgufBuilder tiny_model(bool ends_at_once = false) {
+/// \param context       positions
+inline engine_test::GgufBuilder tiny_model(bool ends_at_once = false,
+                                           std::uint32_t context = tiny_context) {
   constexpr std::size_t width = 12;
   std::vector<std::string> tokens;
   for (const auto& character : engine::detail::byte_characters()) tokens.push_back(character);
@@ -43,6 +45,7 @@ inline engine_test::GgufBuilder tiny_model(bool ends_at_once = false) {
       embedding[i] = -100 * embedding['a' * width + i % width];
   }
   auto builder = engine_test::tiny_llama();
+  builder.u32("llama.context_length", context);
   builder.tensor("token_embd.weight", {width, tokens.size()}, embedding)
       .string("tokenizer.ggml.model", "gpt2")
       .string("tokenizer.ggml.pre", "smollm")

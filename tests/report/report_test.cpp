@@ -186,9 +186,9 @@ TEST_CASE("report: a difference is called one only where the test separates it",
     });
   };
   CHECK_THAT(differing(5), ContainsSubstring("0 of 6 differences are separated"));
-  CHECK_THAT(differing(5), !ContainsSubstring("finds more<td>"));
+  CHECK_THAT(differing(5), !ContainsSubstring("finds more\n"));
   CHECK_THAT(differing(6), ContainsSubstring("1 of 6 differences are separated"));
-  CHECK(count(differing(6), "row finds more<td>") == 1);
+  CHECK(count(differing(6), "row finds more\n") == 1);
 }
 
 TEST_CASE("report: what a file says is text in the page", "[report][edge]") {
@@ -268,6 +268,7 @@ TEST_CASE("report: results of another model or suite are refused, of another com
            {"model", "large.gguf", "another model"},
            {"version", 2, "another suite: 'version' is 2, not 1"},
            {"dtype", "f16", "another suite: 'dtype' is \"f16\", not \"f32\""},
+           {"expect", "full", "another suite: 'expect' is \"full\", not \"truth\""},
            {"page_size", 16, "another suite: 'page_size' is 16, not 4"}}) {
     ordered_json other = suite;
     other[key] = value;

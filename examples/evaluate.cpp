@@ -1,0 +1,177 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a language model still knows after its KV cache was cut: a suite of tasks, by policy and by the fraction of rows removed.
+// Results go to a file line by line, and an interrupted run goes on where it was.
+
+#include <CLI/CLI.hpp>
+
+#include <cstddef>
+#include <cstdint>
+#include <cstdio>
+#include <filesystem>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "engine/gguf.hpp"
+#include "engine/llama.hpp"
+#include "engine/openmp.hpp"
+#include "engine/tokenizer.hpp"
+#include "evaluate/results.hpp"
+#include "evaluate/runner.hpp"
+#include "evaluate/session.hpp"
+#include "evaluate/sha256.hpp"
+#include "evaluate/suite.hpp"
+#include "kvtrim_commit.hpp"
+#include "program/console.hpp"
+#include "program/policy_spec.hpp"
+#include "program/waiting.hpp"
+
+namespace {
+
+struct Options {
+  std::string model, suite = "small", out, filters, cache_type = "f32", expect = "truth";
+  std::vector<std::string> policies{
+      "streaming", "h2o", "snapkv", "keydiff", "page", "page:score=surprisal"};
+  std::vector<double> removed;
+  std::int32_t page_size = 16, threads = 0;
+};
+
+std::vector<evaluate::Variant> make_variants(const Options& options,
+                                             const std::vector<double>& removed) {
+  std::vector<evaluate::Variant> variants;
+  const auto add = [&](const program::PolicySpec& spec, std::optional<double> share) {
+    for (const evaluate::Variant& v : variants)
+      if (v.spec.text() == spec.text() && v.removed == share)
+        throw std::runtime_error("policy '" + spec.text() + "' is given twice at the same size");
+    variants.push_back({spec, share});
+  };
+  for (const std::string& text : options.policies) {
+    const program::PolicySpec spec(text);
+    if (spec.name() == "full") continue;  // is measured in any case
+    if (spec.has_size()) {
+      add(spec, spec.removed());
+    } else {
+      for (const double share : removed) add(spec, share);
+    }
+  }
+  if (variants.empty()) throw std::runtime_error("no policy but full is given");
+  static_cast<void>(evaluate::needs_of(variants));  // before the model is read
+  return variants;
+}
+
+int run(const Options& o) {
+  evaluate::Suite suite = evaluate::suite_of(o.suite);
+  if (!o.removed.empty()) suite.removed = o.removed;
+  for (const double r : suite.removed) {
+    if (!(r >= 0 && r <= 1))
+      throw std::runtime_error("--removed " + std::to_string(r) + " is not within 0 and 1");
+  }
+  const std::vector<evaluate::Variant> variants = make_variants(o, suite.removed);
+  if (o.threads > 0) omp_set_num_threads(o.threads);
+  program::catch_interrupt();
+
+  const engine::GgufFile file(o.model);
+  const engine::Tokenizer tokenizer(file);
+  const engine::LlamaShape shape = engine::read_llama_shape(file);
+  const std::size_t longest = evaluate::longest(suite);
+  if (longest > static_cast<std::size_t>(shape.context)) {
+    throw std::runtime_error("suite " + suite.name + " needs " + std::to_string(longest) +
+                             " positions, more than the model's context of " +
+                             std::to_string(shape.context));
+  }
+  const evaluate::Generator generator(tokenizer, KVTRIM_SUITE_TEXTS);
+  for (const evaluate::Size& size : suite.sizes) {  // texts that are too short are found now
+    static_cast<void>(generator.samples(size.length, size.samples));
+    for (const auto task : evaluate::tasks)
+      static_cast<void>(generator.make(task, size.length, 0, size.prompts));
+  }
+  evaluate::Runner runner(file,
+                          tokenizer,
+                          variants,
+                          {.cache_type = o.cache_type,
+                           .filters = o.filters,
+                           .page_size = o.page_size,
+                           .longest = longest,
+                           .expect_full = o.expect == "full"});
+  evaluate::Json header;
+  header["kind"] = "suite";
+  header["version"] = evaluate::suite_version;
+  header["suite"] = suite.name;
+  header["expect"] = o.expect;
+  header["model"] = std::filesystem::path(o.model).filename().string();
+  header["model_hash"] = evaluate::sha256_of_file(o.model);
+  header["layers"] = shape.layers;
+  header["kv_heads"] = shape.kv_heads;
+  header["row_bytes"] = std::int64_t{shape.layers} * shape.kv_heads * shape.head_dim * 2 *
+                        (o.cache_type == "f32" ? 4 : 2);
+  header["dtype"] = o.cache_type;
+  header["page_size"] = o.page_size;
+  header["commit"] = KVTRIM_COMMIT;
+  evaluate::Results results(o.out, header);
+  std::printf("suite %s, %zu policies and sizes, %d threads; results in %s",
+              suite.name.c_str(),
+              variants.size(),
+              omp_get_max_threads(),
+              o.out.c_str());
+  if (results.resumed() > 0) std::printf(", which has %zu", results.resumed());
+  std::printf("\n");
+  std::fflush(stdout);
+  evaluate::Session session(suite, generator, tokenizer, variants, runner, results);
+  try {
+    session.run();
+  } catch (const program::Interrupted&) {
+    std::fprintf(stderr,
+                 "evaluate: interrupted; %zu results are in %s, and the same command goes on\n",
+                 results.lines().size(),
+                 o.out.c_str());
+    return 130;
+  }
+  evaluate::print_tables(results, suite);
+  return 0;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  program::wait_asleep(argv);
+  Options o;
+  CLI::App app(
+      "What a language model still knows after a policy evicted part of its KV cache: a suite of "
+      "tasks.");
+  app.add_option("--model", o.model, "GGUF file of a Llama model")->required();
+  app.add_option("--suite",
+                 o.suite,
+                 "small: 8 prompts of 1,024 tokens a task, a smoke test; standard: 24 of 1,024 and "
+                 "12 of 2,048; full: also 6 of 4,096, and 95 % removed")
+      ->check(CLI::IsMember({"small", "standard", "full"}))
+      ->capture_default_str();
+  app.add_option("--out", o.out, "results, JSON lines; a file that is there is continued")
+      ->required();
+  app.add_option("--policy", o.policies, "SPEC ... (see below)")->capture_default_str();
+  app.add_option("--removed",
+                 o.removed,
+                 "fractions removed, for policies that name no size, instead of the suite's")
+      ->delimiter(',');
+  app.add_option("--expect",
+                 o.expect,
+                 "truth: an answer is right if it has the fact; full: if it is the full cache's "
+                 "answer, whatever that is")
+      ->check(CLI::IsMember({"truth", "full"}))
+      ->capture_default_str();
+  app.add_option(
+      "--filters", o.filters, "directions for qfilter: fp32, [layers, KV heads, head dim]");
+  app.add_option("--cache-type", o.cache_type, "type of cached keys and values")
+      ->check(CLI::IsMember({"f32", "f16", "bf16"}))
+      ->capture_default_str();
+  app.add_option("--page-size", o.page_size, "rows per page")
+      ->check(CLI::Range(1, 4096))
+      ->capture_default_str();
+  app.add_option("--threads", o.threads, "threads; 0: all cores")
+      ->check(CLI::Range(0, 4096))
+      ->capture_default_str();
+  app.footer(std::string("\n") + program::spec_help() +
+             "Here streaming is form=exact unless asked.\n");
+  CLI11_PARSE(app, argc, argv);
+  return program::run("evaluate", [&] { return run(o); });
+}
