@@ -4,6 +4,7 @@
 
 #include <CLI/CLI.hpp>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
@@ -34,7 +35,8 @@ struct Options {
   std::vector<std::string> policies{
       "streaming", "h2o", "snapkv", "keydiff", "page", "page:score=surprisal"};
   std::vector<double> removed;
-  std::int32_t page_size = 16, threads = 0;
+  std::vector<std::string> tasks;
+  std::int32_t page_size = 16, threads = 0, prompts = 0;
 };
 
 std::vector<evaluate::Variant> make_variants(const Options& options,
@@ -67,6 +69,18 @@ int run(const Options& o) {
     if (!(r >= 0 && r <= 1))
       throw std::runtime_error("--removed " + std::to_string(r) + " is not within 0 and 1");
   }
+  for (evaluate::Size& size : suite.sizes) {
+    if (o.prompts > 0) size.prompts = o.prompts, size.samples = std::min(size.samples, o.prompts);
+  }
+  if (!o.tasks.empty()) {
+    suite.tasks.clear(), suite.perplexity = false;
+    for (const std::string& task : o.tasks) {
+      if (task == "perplexity")
+        suite.perplexity = true;
+      else
+        suite.tasks.push_back(task);
+    }
+  }
   const std::vector<evaluate::Variant> variants = make_variants(o, suite.removed);
   if (o.threads > 0) omp_set_num_threads(o.threads);
   program::catch_interrupt();
@@ -83,7 +97,7 @@ int run(const Options& o) {
   const evaluate::Generator generator(tokenizer, KVTRIM_SUITE_TEXTS);
   for (const evaluate::Size& size : suite.sizes) {  // texts that are too short are found now
     static_cast<void>(generator.samples(size.length, size.samples));
-    for (const auto task : evaluate::tasks)
+    for (const std::string& task : suite.tasks)
       static_cast<void>(generator.make(task, size.length, 0, size.prompts));
   }
   evaluate::Runner runner(file,
@@ -98,6 +112,8 @@ int run(const Options& o) {
   header["kind"] = "suite";
   header["version"] = evaluate::suite_version;
   header["suite"] = suite.name;
+  for (const evaluate::Size& size : suite.sizes)
+    header["sizes"].push_back({size.length, size.prompts, size.samples});
   header["expect"] = o.expect;
   header["model"] = std::filesystem::path(o.model).filename().string();
   header["model_hash"] = evaluate::sha256_of_file(o.model);
@@ -153,6 +169,15 @@ int main(int argc, char** argv) {
                  o.removed,
                  "fractions removed, for policies that name no size, instead of the suite's")
       ->delimiter(',');
+  std::vector<std::string> names(evaluate::tasks.begin(), evaluate::tasks.end());
+  names.emplace_back("perplexity");
+  app.add_option("--task", o.tasks, "only these tasks")->check(CLI::IsMember(names));
+  app.add_option("--prompts",
+                 o.prompts,
+                 "prompts of each length and task, to try something: another suite, whose results "
+                 "mix with no other's; 0: the suite's own number")
+      ->check(CLI::Range(0, 1000))
+      ->capture_default_str();
   app.add_option("--expect",
                  o.expect,
                  "truth: an answer is right if it has the fact; full: if it is the full cache's "

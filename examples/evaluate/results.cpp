@@ -108,7 +108,8 @@ std::string Results::key_of(const Json& line) {
   std::string key = line.at("kind").get<std::string>();
   for (const char* part : {"task", "length", "prompt", "turn", "question", "policy", "removed"}) {
     const auto it = line.find(part);
-    key += "|" + (it == line.end() || it->is_null() ? std::string() : it->dump());
+    key += '|';
+    if (it != line.end() && !it->is_null()) key += it->dump();
   }
   return key;
 }

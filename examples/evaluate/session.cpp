@@ -100,7 +100,8 @@ Session::Session(const Suite& suite,
     it->second = it->second && line["correct"].get<bool>();
   }
   for (const Size& size : suite.sizes)
-    total_ += size.length * (static_cast<double>(tasks.size()) * size.prompts + size.samples);
+    total_ += size.length * (static_cast<double>(suite.tasks.size()) * size.prompts +
+                             (suite.perplexity ? size.samples : 0));
 }
 
 void Session::show(const std::string& what) {
@@ -120,8 +121,8 @@ void Session::say(const std::string& line) {
 void Session::run() {
   for (const Size& size : suite_->sizes) {
     pictures_ = &size == &suite_->sizes.front() ? 0 : pictured_tasks.size();
-    for (const std::string_view task : tasks) run_task(task, size);
-    run_samples(size);
+    for (const std::string& task : suite_->tasks) run_task(task, size);
+    if (suite_->perplexity) run_samples(size);
   }
   progress_.clear();
 }

@@ -50,6 +50,8 @@ struct Suite {
   std::string name;
   std::vector<Size> sizes;
   std::vector<double> removed;
+  std::vector<std::string> tasks{evaluate::tasks.begin(), evaluate::tasks.end()};
+  bool perplexity = true;
 };
 /// \throws std::runtime_error if there is none of that name; the text lists the names
 [[nodiscard]] Suite suite_of(const std::string& name);

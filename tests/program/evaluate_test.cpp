@@ -219,7 +219,7 @@ TEST_CASE("evaluate: tasks that the full cache fails are dropped and named", "[e
 TEST_CASE("evaluate: foreign and broken files are refused with the line", "[evaluate][fault]") {
   const Setting s;
   const std::string header =
-      R"({"kind":"suite","version":1,"suite":"small","expect":"full","model":"m.gguf",)"
+      R"({"kind":"suite","version":1,"suite":"small","sizes":[[1024,8,4]],"expect":"full","model":"m.gguf",)"
       R"("model_hash":"00","layers":2,"kv_heads":3,"row_bytes":384,"dtype":"f32","page_size":4,)"
       R"("commit":"x"})";
   program_test::write_text(s.out, header + "\n");
