@@ -74,7 +74,7 @@ Cut Runner::cut(SequenceId s, const Variant& variant) {
 }
 
 std::vector<std::vector<std::string>> Runner::kept_rows(SequenceId s, std::size_t tokens) {
-  const kvtrim::CacheView view = cache_.view(s);
+  const kvtrim::CacheView view = cache_.view(s);  // in which it is sequence 0
   std::vector<std::vector<std::string>> kept;
   for (std::int32_t l = 0; l < cache_.params().layers; ++l) {
     auto& layer = kept.emplace_back();
@@ -83,7 +83,7 @@ std::vector<std::vector<std::string>> Runner::kept_rows(SequenceId s, std::size_
       const std::int32_t rows = cache_.live_rows(s, kvtrim::LayerId{l}, kvtrim::HeadId{h});
       for (std::int32_t r = 0; r < rows; ++r)
         positions.push_back(
-            kvtrim::raw(view.position(s, kvtrim::LayerId{l}, kvtrim::HeadId{h}, r)));
+            kvtrim::raw(view.position(SequenceId{0}, kvtrim::LayerId{l}, kvtrim::HeadId{h}, r)));
       layer.push_back(bits_of(positions, tokens));
     }
   }
