@@ -84,7 +84,7 @@ struct Interval {
     throw std::invalid_argument("evaluate::holm: a p-value is not within 0 and 1");
   std::vector<std::size_t> order(p.size());
   std::iota(order.begin(), order.end(), std::size_t{0});
-  std::ranges::stable_sort(order, {}, [&](std::size_t i) { return p[i]; });
+  std::ranges::sort(order, {}, [&](std::size_t i) { return p[i]; });
   std::vector<double> adjusted(p.size());
   double most = 0;
   for (std::size_t i = 0; i < order.size(); ++i) {
