@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cctype>
+#include <optional>
 #include <stdexcept>
 #include <utility>
 
@@ -196,8 +197,8 @@ void Runner::ask(const Prompt& prompt, const Missing& missing, bool kept, const 
     ask_variants(prompt, base, question, false, missing, false, report);
     // With the question known, all but its last token are read before the cut: that one gives the first answer's logits.
     const auto early = question.first(question.size() - 1);
-    program::Forks::check(
-        evictor_.read(model_, base, early, question.back(), engine::LogitRows::none), "prefill");
+    program::Forks::check(evictor_.read(model_, base, early, std::nullopt, engine::LogitRows::none),
+                          "prefill");
     ask_variants(prompt, base, question.last(1), true, missing, kept, report);
   }
   cache_.destroy(base);
