@@ -74,7 +74,7 @@ void Results::read(const Json& header) {
         throw std::runtime_error(where + "results with " + key + " " + there.dump() + ", not " +
                                  value.dump() + "; give another --out");
       }
-      header_needed_ = line.value("commit", "") != header["commit"];
+      header_needed_ = !line.contains("commit") || line["commit"] != header["commit"];
       first = false;
     } else if (first) {
       throw std::runtime_error(where + "it has kind " + line["kind"].dump() +
