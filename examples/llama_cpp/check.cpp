@@ -235,6 +235,17 @@ TEST_CASE("policies that a cell cannot serve are refused with the reason") {
       ContainsSubstring("the window's queries saw a prompt of 0 rows"));
 }
 
+TEST_CASE("the newest position stays, whatever a policy says") {
+  Session session(model(), context_params(256, 1, {}), {});
+  session.decode(batch_of(words(40, 1), 0));
+  // Sinks alone: the window is empty.
+  const kvtrim::StreamingSink<kvtrim::SinkForm::exact> policy({.sinks = 8, .recent = 0});
+  CHECK_THROWS_WITH(session.evict(policy, 0), ContainsSubstring("the newest position 39"));
+  CHECK(session.rows() == 40);
+  session.decode(batch_of(words(1, 2), 0));
+  CHECK(session.rows() == 41);
+}
+
 TEST_CASE("files that are no model, and models whose memory is recurrent, are refused by name") {
   quiet();
   CHECK_THROWS_WITH(load_model("no-such-file.gguf"),

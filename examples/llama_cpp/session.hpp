@@ -204,6 +204,7 @@ class Session {
                   })
       seen.scores = window_.scores(policy.scorer(), table);
     const kvtrim::PlanRef plan = table.plan(policy, seen, budget);
+    keep_newest(plan, table, P::name);
     if (plan.status() == Status::ok || plan.status() == Status::over_budget) {
       const Status status = lc::for_each_evicted_range(
           plan, kvtrim::SequenceId{0}, [&](lc::PositionRange range) { remove(s, range); });
@@ -223,6 +224,18 @@ class Session {
           "only");
     }
     return needs.window > 0 || needs.accumulate || needs.token_scores;
+  }
+  // `llama_decode` goes on at the sequence's highest position + 1, and knows no other end of it.
+  static void keep_newest(const kvtrim::PlanView& plan,
+                          const kvtrim::RowTable& table,
+                          std::string_view policy) {
+    if (!usable(plan.status()) || plan.empty()) return;
+    const auto gone = plan.evicted(kvtrim::SequenceId{0}, kvtrim::LayerId{0}, kvtrim::HeadId{0});
+    const std::int32_t newest = table.next_position() - 1;
+    if (gone.empty() || raw(gone.back()) < newest) return;
+    throw std::runtime_error("policy " + std::string(policy) + " would evict the newest position " +
+                             std::to_string(newest) +
+                             ", from which llama_decode goes on: let it protect recent rows");
   }
   [[noreturn]] static void refuse(std::string_view policy, Status status) {
     throw std::runtime_error("kvtrim refused policy " + std::string(policy) + ": " +
