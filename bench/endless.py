@@ -20,7 +20,7 @@ import sys
 CONTEXT = 8192  # of the model
 # Policy, options, and tokens at most: what has become of the two others is seen by then.
 RUNS = {"streaming": ("streaming:sinks=4,budget=1024,form=pages", ["--in-cache"], None),
-        "no sinks": ("streaming:sinks=0,budget=1024,form=pages", ["--in-cache"], 1500),
+        "no sinks": ("streaming:sinks=0,budget=1024,form=pages", ["--in-cache"], 8000),
         "plain cache": ("full", ["--beyond-context"], CONTEXT + 1000)}
 
 
