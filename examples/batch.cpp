@@ -26,6 +26,7 @@
 #include "engine/gguf.hpp"
 #include "engine/llama.hpp"
 #include "engine/tokenizer.hpp"
+#include "program/cache_options.hpp"
 #include "program/console.hpp"
 #include "program/evictor.hpp"
 #include "program/policy_spec.hpp"
@@ -360,15 +361,7 @@ int main(int argc, char** argv) {
   app.add_option("--tables", o.tables, "what one page table serves")
       ->check(CLI::IsMember({"group", "layer", "head"}))
       ->capture_default_str();
-  app.add_option("--cache-type", o.cache_type, "type of cached keys and values")
-      ->check(CLI::IsMember({"f32", "f16", "bf16"}))
-      ->capture_default_str();
-  app.add_option("--page-size", o.page_size, "rows per page")
-      ->check(CLI::Range(1, 4096))
-      ->capture_default_str();
-  app.add_option("--threads", o.threads, "threads; 0: all cores")
-      ->check(CLI::Range(0, 4096))
-      ->capture_default_str();
+  program::add_cache_options(app, o.cache_type, o.page_size, o.threads);
   app.add_option("--json", o.json, "write JSON lines here: a line a request and a line a run");
   app.add_option("--show", o.show, "print the table of such files, and nothing else");
   app.footer(std::string("\n") + program::spec_help());

@@ -24,6 +24,7 @@
 #include "evaluate/sha256.hpp"
 #include "evaluate/suite.hpp"
 #include "kvtrim_commit.hpp"
+#include "program/cache_options.hpp"
 #include "program/console.hpp"
 #include "program/policy_spec.hpp"
 #include "program/waiting.hpp"
@@ -186,15 +187,7 @@ int main(int argc, char** argv) {
       ->capture_default_str();
   app.add_option(
       "--filters", o.filters, "directions for qfilter: fp32, [layers, KV heads, head dim]");
-  app.add_option("--cache-type", o.cache_type, "type of cached keys and values")
-      ->check(CLI::IsMember({"f32", "f16", "bf16"}))
-      ->capture_default_str();
-  app.add_option("--page-size", o.page_size, "rows per page")
-      ->check(CLI::Range(1, 4096))
-      ->capture_default_str();
-  app.add_option("--threads", o.threads, "threads; 0: all cores")
-      ->check(CLI::Range(0, 4096))
-      ->capture_default_str();
+  program::add_cache_options(app, o.cache_type, o.page_size, o.threads);
   app.footer(std::string("\n") + program::spec_help() +
              "Here streaming is form=exact unless asked.\n");
   CLI11_PARSE(app, argc, argv);

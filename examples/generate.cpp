@@ -19,6 +19,7 @@
 #include "engine/llama.hpp"
 #include "engine/sampling.hpp"
 #include "engine/tokenizer.hpp"
+#include "program/cache_options.hpp"
 #include "program/console.hpp"
 #include "program/evictor.hpp"
 #include "program/policy_spec.hpp"
@@ -267,15 +268,7 @@ int main(int argc, char** argv) {
          "--top-p", o.sampling.top_p, "sample from the likeliest tokens of this total probability")
       ->capture_default_str();
   app.add_option("--seed", o.sampling.seed, "of the sampling")->capture_default_str();
-  app.add_option("--cache-type", o.cache_type, "type of cached keys and values")
-      ->check(CLI::IsMember({"f32", "f16", "bf16"}))
-      ->capture_default_str();
-  app.add_option("--page-size", o.page_size, "rows per page")
-      ->check(CLI::Range(1, 4096))
-      ->capture_default_str();
-  app.add_option("--threads", o.threads, "threads; 0: all cores")
-      ->check(CLI::Range(0, 4096))
-      ->capture_default_str();
+  program::add_cache_options(app, o.cache_type, o.page_size, o.threads);
   app.footer(std::string("\n") + program::spec_help());
   CLI11_PARSE(app, argc, argv);
   return program::run("generate", [&] { return generate(o); });

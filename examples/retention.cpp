@@ -20,6 +20,7 @@
 #include "engine/gguf.hpp"
 #include "engine/llama.hpp"
 #include "engine/tokenizer.hpp"
+#include "program/cache_options.hpp"
 #include "program/console.hpp"
 #include "program/eval_data.hpp"
 #include "program/evictor.hpp"
@@ -490,15 +491,7 @@ int main(int argc, char** argv) {
       "write JSON lines here, at the end, one per policy and size: kind, policy, mode, tokens, "
       "removed, kept_fraction, correct, prompts, perplexity, retention, and means of "
       "live_bytes, released_pages, bytes_moved, evict_ms");
-  app.add_option("--cache-type", o.cache_type, "type of cached keys and values")
-      ->check(CLI::IsMember({"f32", "f16", "bf16"}))
-      ->capture_default_str();
-  app.add_option("--page-size", o.page_size, "rows per page")
-      ->check(CLI::Range(1, 4096))
-      ->capture_default_str();
-  app.add_option("--threads", o.threads, "threads; 0: all cores")
-      ->check(CLI::Range(0, 4096))
-      ->capture_default_str();
+  program::add_cache_options(app, o.cache_type, o.page_size, o.threads);
   app.add_flag(
       "--demo", o.demo, "the README's demonstration: few prompts, six policies at three sizes");
   app.footer(std::string("\n") + program::spec_help() +

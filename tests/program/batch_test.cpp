@@ -11,7 +11,6 @@
 #include <cstdint>
 #include <filesystem>
 #include <nlohmann/json.hpp>
-#include <sstream>
 #include <string>
 #include <thread>
 #include <vector>
@@ -74,10 +73,7 @@ struct Setting {
     return run_program(KVTRIM_BATCH, arguments);
   }
   [[nodiscard]] std::vector<ordered_json> lines() const {
-    std::vector<ordered_json> result;
-    std::istringstream text(read_text(json));
-    for (std::string line; std::getline(text, line);) result.push_back(ordered_json::parse(line));
-    return result;
+    return program_test::read_json_lines(json);
   }
 };
 

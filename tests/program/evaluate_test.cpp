@@ -52,10 +52,7 @@ struct Setting {
     return run_program(KVTRIM_EVALUATE, all(arguments));
   }
   [[nodiscard]] std::vector<ordered_json> lines() const {
-    std::vector<ordered_json> result;
-    std::istringstream text(read_text(out));
-    for (std::string line; std::getline(text, line);) result.push_back(ordered_json::parse(line));
-    return result;
+    return program_test::read_json_lines(out);
   }
   void fails(const Arguments& arguments, const std::string& message) const {
     const Result r = run(arguments);

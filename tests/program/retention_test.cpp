@@ -13,7 +13,6 @@
 #include <map>
 #include <nlohmann/json.hpp>
 #include <random>
-#include <sstream>
 #include <string>
 #include <thread>
 #include <vector>
@@ -134,10 +133,7 @@ struct Setting {
     INFO(r.out << r.err);
     REQUIRE(r.status == 0);
     CHECK_FALSE(std::filesystem::exists(json + ".part"));
-    std::vector<ordered_json> result;
-    std::istringstream text(read_text(json));
-    for (std::string line; std::getline(text, line);) result.push_back(ordered_json::parse(line));
-    return result;
+    return program_test::read_json_lines(json);
   }
 };
 

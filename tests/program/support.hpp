@@ -13,6 +13,8 @@
 #include <filesystem>
 #include <fstream>
 #include <iterator>
+#include <nlohmann/json.hpp>
+#include <sstream>
 #include <stdexcept>
 #include <string>
 #include <system_error>
@@ -30,6 +32,16 @@ inline void write_text(const std::string& path, const std::string& text) {
 inline std::string read_text(const std::string& path) {
   std::ifstream in(path, std::ios::binary);
   return {std::istreambuf_iterator<char>(in), std::istreambuf_iterator<char>()};
+}
+
+/// The lines of a file of JSON lines.
+inline std::vector<nlohmann::ordered_json> read_json_lines(const std::string& path) {
+  std::vector<nlohmann::ordered_json> lines;
+  std::istringstream text(read_text(path));
+  for (std::string line; std::getline(text, line);) {
+    lines.push_back(nlohmann::ordered_json::parse(line));
+  }
+  return lines;
 }
 
 /// A temporary folder, removed with the object.

@@ -7,7 +7,6 @@
 #include <filesystem>
 #include <functional>
 #include <set>
-#include <sstream>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -30,10 +29,7 @@ using Rows = std::vector<std::vector<std::string>>;
 const std::string sample = KVTRIM_TEST_DATA "/report/sample.jsonl";
 
 Lines sample_lines() {
-  Lines lines;
-  std::istringstream text(read_text(sample));
-  for (std::string line; std::getline(text, line);) lines.push_back(ordered_json::parse(line));
-  return lines;
+  return program_test::read_json_lines(sample);
 }
 
 std::string text_of(const Lines& lines) {
