@@ -11,8 +11,8 @@
 #include <string>
 #include <vector>
 
-#include "engine/gguf.hpp"
-#include "engine/tokenizer.hpp"
+#include "llama_engine/gguf.hpp"
+#include "llama_engine/tokenizer.hpp"
 #include "program/console.hpp"
 #include "program/needles.hpp"
 

@@ -14,16 +14,16 @@
 #include <string>
 #include <vector>
 
-#include "engine/gguf.hpp"
-#include "engine/llama.hpp"
-#include "engine/openmp.hpp"
-#include "engine/tokenizer.hpp"
 #include "evaluate/results.hpp"
 #include "evaluate/runner.hpp"
 #include "evaluate/session.hpp"
 #include "evaluate/sha256.hpp"
 #include "evaluate/suite.hpp"
 #include "kvtrim_commit.hpp"
+#include "llama_engine/gguf.hpp"
+#include "llama_engine/llama.hpp"
+#include "llama_engine/openmp.hpp"
+#include "llama_engine/tokenizer.hpp"
 #include "program/cache_options.hpp"
 #include "program/console.hpp"
 #include "program/policy_spec.hpp"

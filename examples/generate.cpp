@@ -14,11 +14,11 @@
 #include <string>
 #include <vector>
 
-#include "engine/chat.hpp"
-#include "engine/gguf.hpp"
-#include "engine/llama.hpp"
-#include "engine/sampling.hpp"
-#include "engine/tokenizer.hpp"
+#include "llama_engine/chat.hpp"
+#include "llama_engine/gguf.hpp"
+#include "llama_engine/llama.hpp"
+#include "llama_engine/sampling.hpp"
+#include "llama_engine/tokenizer.hpp"
 #include "program/cache_options.hpp"
 #include "program/console.hpp"
 #include "program/evictor.hpp"

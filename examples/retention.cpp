@@ -17,9 +17,9 @@
 #include <utility>
 #include <vector>
 
-#include "engine/gguf.hpp"
-#include "engine/llama.hpp"
-#include "engine/tokenizer.hpp"
+#include "llama_engine/gguf.hpp"
+#include "llama_engine/llama.hpp"
+#include "llama_engine/tokenizer.hpp"
 #include "program/cache_options.hpp"
 #include "program/console.hpp"
 #include "program/eval_data.hpp"

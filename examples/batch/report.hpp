@@ -15,7 +15,7 @@
 #include <string>
 #include <vector>
 
-#include "engine/tokenizer.hpp"
+#include "llama_engine/tokenizer.hpp"
 #include "memory_use.hpp"
 #include "request.hpp"
 #include "scheduler.hpp"

@@ -14,8 +14,8 @@
 #include <utility>
 #include <vector>
 
-#include "engine/llama_weights.hpp"
-#include "engine/tokenizer.hpp"
+#include "llama_engine/llama_weights.hpp"
+#include "llama_engine/tokenizer.hpp"
 #include "program/eval_data.hpp"
 #include "program/needles.hpp"
 

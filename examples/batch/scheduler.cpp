@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <stdexcept>
 
-#include "engine/sampling.hpp"
+#include "llama_engine/sampling.hpp"
 
 namespace batch {
 

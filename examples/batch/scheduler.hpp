@@ -18,8 +18,8 @@
 #include <utility>
 #include <vector>
 
-#include "engine/llama.hpp"
 #include "footprint.hpp"
+#include "llama_engine/llama.hpp"
 #include "program/console.hpp"
 #include "program/evictor.hpp"
 #include "program/policy_spec.hpp"

@@ -7,7 +7,7 @@
 #include <stdexcept>
 #include <utility>
 
-#include "engine/sampling.hpp"
+#include "llama_engine/sampling.hpp"
 #include "program/console.hpp"
 
 namespace evaluate {

@@ -15,9 +15,9 @@
 #include <string>
 #include <vector>
 
-#include "engine/gguf.hpp"
-#include "engine/llama.hpp"
-#include "engine/tokenizer.hpp"
+#include "llama_engine/gguf.hpp"
+#include "llama_engine/llama.hpp"
+#include "llama_engine/tokenizer.hpp"
 #include "program/evictor.hpp"
 #include "program/forks.hpp"
 #include "program/policy_spec.hpp"

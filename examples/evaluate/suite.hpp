@@ -12,7 +12,7 @@
 #include <utility>
 #include <vector>
 
-#include "engine/tokenizer.hpp"
+#include "llama_engine/tokenizer.hpp"
 #include "program/eval_data.hpp"
 
 namespace evaluate {

@@ -18,7 +18,7 @@
 #include <vector>
 
 #include "../../tests/catch.hpp"
-#include "../../tests/engine/gguf_builder.hpp"
+#include "../../tests/llama_engine/gguf_builder.hpp"
 #include "answers.hpp"
 #include "policies.hpp"
 

@@ -16,8 +16,8 @@
 #include <string>
 #include <vector>
 
-#include "engine/llama.hpp"
-#include "engine/openmp.hpp"
+#include "llama_engine/llama.hpp"
+#include "llama_engine/openmp.hpp"
 #include "policy_spec.hpp"
 
 namespace program {

@@ -16,11 +16,11 @@
 #include <vector>
 
 #include "console.hpp"
-#include "engine/llama.hpp"
-#include "engine/sampling.hpp"
-#include "engine/tokenizer.hpp"
 #include "eval_data.hpp"
 #include "evictor.hpp"
+#include "llama_engine/llama.hpp"
+#include "llama_engine/sampling.hpp"
+#include "llama_engine/tokenizer.hpp"
 #include "policy_spec.hpp"
 
 namespace program {

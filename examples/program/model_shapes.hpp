@@ -18,7 +18,7 @@
 #include <vector>
 
 #include "console.hpp"
-#include "engine/gguf.hpp"
+#include "llama_engine/gguf.hpp"
 #include "spec_values.hpp"
 
 namespace program {

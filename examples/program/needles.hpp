@@ -14,8 +14,8 @@
 #include <utility>
 #include <vector>
 
-#include "engine/tokenizer.hpp"
 #include "eval_data.hpp"
+#include "llama_engine/tokenizer.hpp"
 
 namespace program {
 

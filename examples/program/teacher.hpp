@@ -10,8 +10,8 @@
 #include <string>
 #include <vector>
 
-#include "engine/tokenizer.hpp"
 #include "eval_data.hpp"
+#include "llama_engine/tokenizer.hpp"
 
 namespace program {
 

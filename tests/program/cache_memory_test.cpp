@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "catch.hpp"
-#include "engine/llama_weights.hpp"
+#include "llama_engine/llama_weights.hpp"
 #include "program/sizes.hpp"
 #include "support.hpp"
 #include "tiny_model.hpp"

@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "catch.hpp"
-#include "engine/gguf.hpp"
-#include "engine/tokenizer.hpp"
+#include "llama_engine/gguf.hpp"
+#include "llama_engine/tokenizer.hpp"
 #include "program/eval_data.hpp"
 #include "tiny_model.hpp"
 

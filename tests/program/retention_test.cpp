@@ -18,9 +18,9 @@
 #include <vector>
 
 #include "catch.hpp"
-#include "engine/llama.hpp"
-#include "engine/sampling.hpp"
-#include "engine/tokenizer.hpp"
+#include "llama_engine/llama.hpp"
+#include "llama_engine/sampling.hpp"
+#include "llama_engine/tokenizer.hpp"
 #include "program/policy_spec.hpp"
 #include "support.hpp"
 #include "tiny_model.hpp"

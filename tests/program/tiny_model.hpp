@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "../engine/gguf_builder.hpp"
-#include "engine/tokenizer.hpp"
+#include "llama_engine/tokenizer.hpp"
 #include "support.hpp"
 
 namespace program_test {

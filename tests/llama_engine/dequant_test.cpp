@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "engine/dequant.hpp"
+#include "llama_engine/dequant.hpp"
 
 #include <algorithm>
 #include <cstddef>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "engine/gguf.hpp"
+#include "llama_engine/gguf.hpp"
 
 #include <cstddef>
 #include <cstdint>
@@ -14,8 +14,8 @@
 #include <vector>
 
 #include "catch.hpp"
-#include "engine/chat.hpp"
 #include "gguf_builder.hpp"
+#include "llama_engine/chat.hpp"
 
 using Catch::Matchers::ContainsSubstring;
 using engine::GgufFile;

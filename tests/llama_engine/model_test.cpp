@@ -17,11 +17,11 @@
 #include <vector>
 
 #include "catch.hpp"
-#include "engine/chat.hpp"
-#include "engine/gguf.hpp"
-#include "engine/llama.hpp"
-#include "engine/sampling.hpp"
-#include "engine/tokenizer.hpp"
+#include "llama_engine/chat.hpp"
+#include "llama_engine/gguf.hpp"
+#include "llama_engine/llama.hpp"
+#include "llama_engine/sampling.hpp"
+#include "llama_engine/tokenizer.hpp"
 #include "program/evictor.hpp"
 #include "program/policy_spec.hpp"
 

@@ -13,7 +13,7 @@
 #include <utility>
 #include <vector>
 
-#include "engine/gguf.hpp"
+#include "llama_engine/gguf.hpp"
 
 namespace engine_test {
 

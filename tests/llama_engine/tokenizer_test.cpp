@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "engine/tokenizer.hpp"
+#include "llama_engine/tokenizer.hpp"
 
 #include <cstddef>
 #include <cstdint>

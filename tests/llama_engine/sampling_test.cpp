@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "engine/sampling.hpp"
+#include "llama_engine/sampling.hpp"
 
 #include <array>
 #include <cmath>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "engine/llama.hpp"
+#include "llama_engine/llama.hpp"
 
 #include <algorithm>
 #include <cmath>
