@@ -3,7 +3,7 @@
 """Endless generation, measured: StreamingLLM past the model's context, beside what it replaces.
 
 `generate --teacher` reads a text token by token in three ways (sinks and a window renumbered in the cache; the window alone; the
-plain cache, past the context for which the model was trained), `retention` computes windows of it anew. Each run leaves a file in
+plain cache, past the context for which the model was trained); windows of it are read anew, each at once. Each run leaves a file in
 --work and is not repeated, so that this can be stopped and started again. Then come a table and, in --json, JSON lines:
 bench/README.md says what they hold.
 """
@@ -62,12 +62,12 @@ def recomputed(args, ids, windows, length, predicted):
     for i in range(windows):
         first = args.warm + predicted
         end = first + (len(ids) - first) * i // (windows - 1)
-        sample = args.work / f"window-{end}.jsonl"
-        result = args.work / f"window-{end}-result.jsonl"
-        sample.write_text(json.dumps({"prefill": length - predicted - 1, "ids": ids[end - length:end]}))
-        run([args.programs / "retention", "--model", args.model, "--ids", sample, "--policy", "full",
-             "--threads", args.threads, "--json", result], result)
-        means[end] = math.log(json.loads(result.read_text())["perplexity"])
+        window, rest, trace = (args.work / f"window-{end}{part}.jsonl" for part in ("", "-rest", "-trace"))
+        window.write_text(json.dumps({"ids": ids[end - length:end - predicted]}))
+        rest.write_text(json.dumps({"ids": ids[end - predicted:end]}))
+        run([args.programs / "generate", "--model", args.model, "--prompt-file", window, "--teacher", rest,
+             "--tokens", predicted, "--policy", "full", "--threads", args.threads, "--trace", trace], trace)
+        means[end] = statistics.fmean(token["surprisal"] for token in tokens_of(trace, predicted))
     return means
 
 
@@ -80,7 +80,7 @@ def bootstrap(differences, draws=10000):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--programs", type=pathlib.Path, required=True, help="folder of generate and retention")
+    parser.add_argument("--programs", type=pathlib.Path, required=True, help="folder of generate")
     parser.add_argument("--model", required=True, help="GGUF file")
     parser.add_argument("--text", required=True, help="a text of more than --tokens tokens")
     parser.add_argument("--work", type=pathlib.Path, required=True, help="folder for what each run leaves")

@@ -32,12 +32,14 @@
 namespace {
 
 struct Options {
-  std::string model, suite = "small", out, filters, cache_type = "f32", expect = "truth";
+  std::string model, suite = "small", out, prompts_out, filters, cache_type = "f32",
+                     expect = "truth";
   std::vector<std::string> policies{
       "streaming", "h2o", "snapkv", "keydiff", "page", "page:score=surprisal"};
   std::vector<double> removed;
   std::vector<std::string> tasks;
   std::int32_t page_size = 16, threads = 0, prompts = 0;
+  std::uint32_t seed = 0;
 };
 
 std::vector<evaluate::Variant> make_variants(const Options& options,
@@ -63,7 +65,50 @@ std::vector<evaluate::Variant> make_variants(const Options& options,
   return variants;
 }
 
+// All prompts that may be drawn, as token ids: for another engine.
+void write_prompts(const std::string& path,
+                   const evaluate::Suite& suite,
+                   const evaluate::Generator& generator) {
+  program::OutputFile out(path);
+  for (const evaluate::Size& size : suite.sizes) {
+    for (const std::string& task : suite.tasks) {
+      for (std::int32_t i = 0; i < 2 * size.prompts; ++i) {
+        const evaluate::Prompt prompt = generator.make(task, size.length, i, size.prompts);
+        const auto ask = [](evaluate::Json& line, const evaluate::Turn& turn) {
+          line["depth"] = turn.depth;
+          line["answer"] = turn.answer;
+          line["question"] = turn.question;
+          if (turn.copy.empty()) {
+            line["generate"] = turn.most;
+          } else {
+            line["copy"] = turn.copy;
+          }
+        };
+        const evaluate::Turn& first = prompt.turns.front();
+        evaluate::Json line;
+        line["kind"] = "prompt";
+        line["id"] = prompt.id;
+        line["task"] = task;
+        line["length"] = size.length;
+        line["tokens"] = prompt.context.size() + first.question.size();
+        line["context"] = prompt.context;
+        ask(line, first);
+        for (std::size_t t = 1; t < prompt.turns.size(); ++t) {
+          evaluate::Json turn;
+          turn["reference"] = prompt.turns[t - 1].reference;
+          ask(turn, prompt.turns[t]);
+          line["then"].push_back(turn);
+        }
+        out.stream() << line.dump(-1, ' ', false, evaluate::Json::error_handler_t::replace) << '\n';
+      }
+    }
+  }
+  out.commit();
+}
+
 int run(const Options& o) {
+  if (o.out.empty() && o.prompts_out.empty())
+    throw std::runtime_error("nothing to do: give --out or --write-prompts");
   evaluate::Suite suite = evaluate::suite_of(o.suite);
   if (!o.removed.empty()) suite.removed = o.removed;
   for (const double r : suite.removed) {
@@ -95,11 +140,15 @@ int run(const Options& o) {
                              " positions, more than the model's context of " +
                              std::to_string(shape.context));
   }
-  const evaluate::Generator generator(tokenizer, KVTRIM_SUITE_TEXTS);
+  const evaluate::Generator generator(tokenizer, KVTRIM_SUITE_TEXTS, o.seed);
   for (const evaluate::Size& size : suite.sizes) {  // texts that are too short are found now
     static_cast<void>(generator.samples(size.length, size.samples));
     for (const std::string& task : suite.tasks)
       static_cast<void>(generator.make(task, size.length, 0, size.prompts));
+  }
+  if (!o.prompts_out.empty()) {
+    write_prompts(o.prompts_out, suite, generator);
+    return 0;
   }
   evaluate::Runner runner(file,
                           tokenizer,
@@ -112,7 +161,7 @@ int run(const Options& o) {
   evaluate::Json header;
   header["kind"] = "suite";
   header["version"] = evaluate::suite_version;
-  header["suite"] = suite.name;
+  header["suite"] = suite.name + (o.seed == 0 ? "" : " seed " + std::to_string(o.seed));
   for (const evaluate::Size& size : suite.sizes)
     header["sizes"].push_back({size.length, size.prompts, size.samples});
   header["expect"] = o.expect;
@@ -163,8 +212,12 @@ int main(int argc, char** argv) {
                  "12 of 2,048; full: also 6 of 4,096, and 95 % removed")
       ->check(CLI::IsMember({"small", "standard", "full"}))
       ->capture_default_str();
-  app.add_option("--out", o.out, "results, JSON lines; a file that is there is continued")
-      ->required();
+  auto* out =
+      app.add_option("--out", o.out, "results, JSON lines; a file that is there is continued");
+  app.add_option("--write-prompts",
+                 o.prompts_out,
+                 "instead of results, the prompts that may be drawn, as JSON lines of token ids")
+      ->excludes(out);
   app.add_option("--policy", o.policies, "SPEC ... (see below)")->capture_default_str();
   app.add_option("--removed",
                  o.removed,
@@ -178,6 +231,9 @@ int main(int argc, char** argv) {
                  "prompts of each length and task, to try something: another suite, whose results "
                  "mix with no other's; 0: the suite's own number")
       ->check(CLI::Range(0, 1000))
+      ->capture_default_str();
+  app.add_option(
+         "--seed", o.seed, "other facts in other places, to tune on; 0: the suite's own prompts")
       ->capture_default_str();
   app.add_option("--expect",
                  o.expect,

@@ -53,15 +53,23 @@ struct Texts {
   std::vector<std::int32_t> teacher;
 };
 
+bool has_ids(const std::string& prompt_file) {
+  return prompt_file.ends_with(".jsonl");
+}
+
 Texts read_texts(const Options& o,
                  std::string text,
                  const engine::GgufFile& file,
                  const engine::Tokenizer& tokenizer) {
   Texts texts;
-  if (o.chat) text = engine::apply_chat_template(file, text);
-  if (!text.empty()) texts.prompt = tokenizer.encode(text, o.chat);
-  if (tokenizer.add_bos()) texts.prompt.insert(texts.prompt.begin(), tokenizer.bos());
-  if (!o.teacher.empty()) texts.teacher = program::read_teacher(o.teacher, tokenizer);
+  if (has_ids(o.prompt_file)) {
+    texts.prompt = program::read_tokens(o.prompt_file, tokenizer);
+  } else {
+    if (o.chat) text = engine::apply_chat_template(file, text);
+    if (!text.empty()) texts.prompt = tokenizer.encode(text, o.chat);
+    if (tokenizer.add_bos()) texts.prompt.insert(texts.prompt.begin(), tokenizer.bos());
+  }
+  if (!o.teacher.empty()) texts.teacher = program::read_tokens(o.teacher, tokenizer);
   if (texts.prompt.empty()) {  // something must be read before anything can be foreseen
     texts.prompt = {texts.teacher.front()};
     texts.teacher.erase(texts.teacher.begin());
@@ -82,8 +90,12 @@ int generate(const Options& o) {
   static_cast<void>(
       spec.make(1024, kvtrim::SinkForm::pages));  // bad values are found before the model is read
   engine::TopPSampler sample(o.sampling);
-  const std::string text = o.prompt_file.empty() ? o.prompt : program::read_file(o.prompt_file);
-  if (text.empty() && (o.teacher.empty() || !o.prompt_file.empty()))
+  const bool ids = has_ids(o.prompt_file);
+  if (ids && o.chat)
+    throw std::runtime_error("--chat needs a text, but " + o.prompt_file + " has token ids");
+  const std::string text =
+      ids || o.prompt_file.empty() ? o.prompt : program::read_file(o.prompt_file);
+  if (text.empty() && !ids && (o.teacher.empty() || !o.prompt_file.empty()))
     throw std::runtime_error("the prompt is empty: give --prompt or --prompt-file some text");
   if (o.threads > 0) omp_set_num_threads(o.threads);
   program::catch_interrupt();
@@ -237,7 +249,8 @@ int main(int argc, char** argv) {
   CLI::App app("Continues a prompt while a policy evicts from the KV cache.");
   app.add_option("--model", o.model, "GGUF file of a Llama model")->required();
   auto* prompt = app.add_option("--prompt", o.prompt, "the prompt");
-  app.add_option("--prompt-file", o.prompt_file, "a file with the prompt")->excludes(prompt);
+  app.add_option("--prompt-file", o.prompt_file, "a file with the prompt (.jsonl: lines with ids)")
+      ->excludes(prompt);
   app.add_option(
          "--policy",
          o.policy,

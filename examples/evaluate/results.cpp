@@ -1,7 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "results.hpp"
 
+#include <sys/file.h>
+
+#include <cerrno>
 #include <cstdio>
+#include <cstring>
 #include <filesystem>
 #include <initializer_list>
 #include <ios>
@@ -23,7 +27,7 @@ void check(const Json& line) {
   const std::string kind = line["kind"];
   if (kind == "answer") {
     has(std::string(), {"task", "prompt", "policy", "question"});
-    has(double{}, {"turn", "length", "score"});
+    has(double{}, {"turn", "length", "score", "bytes"});
     has(bool{}, {"correct"});
     static_cast<void>(line.at("removed"));
   } else if (kind == "perplexity") {
@@ -43,12 +47,15 @@ Results::Results(std::string path, Json header) : path_(std::move(path)) {
   std::error_code error;
   if (std::filesystem::is_directory(path_, error))
     throw std::runtime_error("cannot write " + path_ + ": it is a folder");
-  if (std::filesystem::exists(path_, error)) {
-    // A device may have no end.
-    if (!std::filesystem::is_regular_file(path_, error))
-      throw std::runtime_error("cannot write " + path_ + ": it is no regular file");
-    read(header);
-  }
+  // A device may have no end.
+  if (std::filesystem::exists(path_, error) && !std::filesystem::is_regular_file(path_, error))
+    throw std::runtime_error("cannot write " + path_ + ": it is no regular file");
+  lock_.reset(std::fopen(path_.c_str(), "ab"));
+  if (!lock_) throw std::runtime_error("cannot write " + path_ + ": " + std::strerror(errno));
+  // A file system that knows no locks is no reason not to run.
+  if (::flock(::fileno(lock_.get()), LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK)
+    throw std::runtime_error("cannot write " + path_ + ": another run is writing it");
+  read(header);
   out_.open(path_, std::ios::binary | std::ios::app);
   if (!out_) throw std::runtime_error("cannot write " + path_);
   if (header_needed_) add(header);

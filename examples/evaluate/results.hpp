@@ -7,7 +7,9 @@
 #include <nlohmann/json.hpp>
 
 #include <cstddef>
+#include <cstdio>
 #include <fstream>
+#include <memory>
 #include <set>
 #include <string>
 #include <vector>
@@ -19,11 +21,12 @@ using Json = nlohmann::ordered_json;
 /// An open results file.
 class Results {
  public:
-  /// Opens a file, or makes it, and reads what it has. A last line without an end is dropped.
+  /// Opens a file, or makes it, and reads what it has. A last line without an end is dropped. The file is locked until this is
+  /// destroyed, so that two runs do not write it at once.
   ///
   /// \param header  the `suite` line; written if the file is new, and again if only the commit is another
-  /// \throws std::runtime_error if it cannot be read or written, a line is broken, or it is of another model or suite; the text has
-  ///   the line's number
+  /// \throws std::runtime_error if it cannot be read or written, another run has it, a line is broken, or it is of another model or
+  ///   suite; the text has the line's number
   Results(std::string path, Json header);
 
   /// Appends a line, and has it written before it returns.
@@ -43,7 +46,12 @@ class Results {
   void read(const Json& header);
   void remember(Json line);
 
+  struct Close {
+    void operator()(std::FILE* file) const { std::fclose(file); }
+  };
+
   std::string path_;
+  std::unique_ptr<std::FILE, Close> lock_;
   std::ofstream out_;
   std::vector<Json> lines_;
   std::set<std::string> keys_;

@@ -32,8 +32,15 @@ bool has_word(const std::string& text, const std::string& word) {
 
 std::string bits_of(std::span<const std::int32_t> positions, std::size_t tokens) {
   std::vector<unsigned> digits((tokens + 3) / 4);
-  for (const std::int32_t p : positions)
-    if (const auto at = static_cast<std::size_t>(p); at < tokens) digits[at / 4] |= 8U >> at % 4;
+  for (const std::int32_t p : positions) {
+    const auto at = static_cast<std::size_t>(p);
+    // Live rows have no holes between steps: one would make the picture show fewer rows than there are.
+    if (at >= tokens) {
+      throw std::logic_error("a kept row has position " + std::to_string(p) + " of " +
+                             std::to_string(tokens) + " tokens");
+    }
+    digits[at / 4] |= 8U >> at % 4;
+  }
   std::string text;
   for (const unsigned d : digits) text += "0123456789abcdef"[d];
   return text;

@@ -146,6 +146,7 @@ class Runner {
 [[nodiscard]] bool has_word(const std::string& text, const std::string& word);
 
 /// Hexadecimal digits, four positions each, the highest bit for the first.
+/// \throws std::logic_error if a position is not within 0 and `tokens` - 1
 [[nodiscard]] std::string bits_of(std::span<const std::int32_t> positions, std::size_t tokens);
 
 }  // namespace evaluate

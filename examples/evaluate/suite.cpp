@@ -77,8 +77,10 @@ Suite suite_of(const std::string& name) {
   throw std::runtime_error("unknown suite '" + name + "'; known are small, standard, full");
 }
 
-Generator::Generator(const engine::Tokenizer& tokenizer, const std::string& folder)
-    : tokenizer_(&tokenizer), chat_(tokenizer.find("<|im_start|>") >= 0) {
+Generator::Generator(const engine::Tokenizer& tokenizer,
+                     const std::string& folder,
+                     std::uint32_t seed)
+    : tokenizer_(&tokenizer), seed_(seed), chat_(tokenizer.find("<|im_start|>") >= 0) {
   for (auto [text, file] : {std::pair(&novel_, "novel.txt"),
                             std::pair(&proceedings_, "proceedings.txt"),
                             std::pair(&code_, "code.txt")}) {
@@ -177,8 +179,9 @@ Prompt Generator::make(std::string_view task,
   prompt.task = task;
   prompt.length = length;
   prompt.id = prompt.task + "-" + std::to_string(length) + "-" + std::to_string(index);
+  if (seed_ != 0) prompt.id += "-seed-" + std::to_string(seed_);
   Random random((at * 100003 + static_cast<std::uint64_t>(length)) * 1000003 +
-                static_cast<std::uint64_t>(index));
+                static_cast<std::uint64_t>(index) + (std::uint64_t{seed_} << 40));
   const std::uint64_t draw = random();
   const double depth = (index % spread + 0.5) / spread;
   const std::string user = chat_ ? "<|im_start|>user\n" : "";

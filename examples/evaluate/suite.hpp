@@ -82,8 +82,9 @@ struct Prompt {
 class Generator {
  public:
   /// \param folder  with novel.txt, proceedings.txt, code.txt
+  /// \param seed    0: the suite's prompts; another: other facts in other places, to tune on (samples stay the same)
   /// \throws std::runtime_error if a text cannot be read
-  Generator(const engine::Tokenizer& tokenizer, const std::string& folder);
+  Generator(const engine::Tokenizer& tokenizer, const std::string& folder, std::uint32_t seed = 0);
 
   /// \param task    one of `tasks`
   /// \param number  from 0; depths are spread evenly over each `spread` prompts
@@ -118,6 +119,7 @@ class Generator {
   void copy(Prompt& prompt, double depth, std::uint64_t draw) const;
 
   const engine::Tokenizer* tokenizer_;
+  std::uint32_t seed_;
   bool chat_;  // the model knows ChatML
   Text novel_, proceedings_, code_;
 };

@@ -33,6 +33,7 @@ struct Row {
   std::string policy, removed;
   std::map<std::string, Prompts> tasks;
   std::map<std::string, Predictions> texts;
+  double bytes = 0, cuts = 0;  // left of the cache, of all answers together
 };
 
 Row& row_of(std::vector<Row>& rows, const Json& line) {
@@ -41,7 +42,7 @@ Row& row_of(std::vector<Row>& rows, const Json& line) {
   const auto it = std::ranges::find_if(
       rows, [&](const Row& r) { return r.policy == policy && r.removed == removed; });
   if (it != rows.end()) return *it;
-  return rows.emplace_back(Row{policy, removed, {}, {}});
+  return rows.emplace_back(Row{policy, removed, {}, {}, 0, 0});
 }
 
 std::string percent(const std::string& removed) {
@@ -52,12 +53,16 @@ void print_answers(const std::vector<Row>& rows, const std::set<std::string>& sh
   std::size_t width = 6;
   for (const Row& r : rows) width = std::max(width, r.policy.size());
   const int w = static_cast<int>(width);
-  std::printf("%-*s  removed", w, "policy");
+  std::printf("%-*s  removed  MiB left", w, "policy");
   for (const auto task : tasks)
     if (shown.contains(std::string(task))) std::printf("  %13s", std::string(task).c_str());
   std::printf("  mean of prompts (95 %%)\n");
   for (const Row& r : rows) {
-    std::printf("%-*s  %7s", w, r.policy.c_str(), percent(r.removed).c_str());
+    std::printf("%-*s  %7s  %8.1f",
+                w,
+                r.policy.c_str(),
+                percent(r.removed).c_str(),
+                r.bytes / r.cuts / 1048576);
     std::vector<Weighted> all;
     for (const auto task : tasks) {
       if (!shown.contains(std::string(task))) continue;
@@ -105,7 +110,9 @@ void print_tables(const Results& results, const Suite& suite) {
         const auto task = line["task"].get<std::string>();
         if (dropped.contains({task, size.length})) continue;
         shown.insert(task);
-        Prompts& p = row_of(rows, line).tasks[task];
+        Row& row = row_of(rows, line);
+        row.bytes += line["bytes"].get<double>(), row.cuts += 1;
+        Prompts& p = row.tasks[task];
         p.scores[line["prompt"].get<std::string>()].push_back(line["score"].get<double>());
         p.correct += line["correct"].get<bool>() ? 1 : 0;
         p.answers += 1;

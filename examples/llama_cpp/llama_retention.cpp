@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a model in llama.cpp still knows after kvtrim evicted: facts found again, text predicted. The same prompts, samples,
-// policies and protocol as `retention`, which runs kvtrim's own engine.
+// What a model in llama.cpp still knows after kvtrim evicted: facts found again, text predicted. Prompts are those that
+// `evaluate --write-prompts` writes, or others of that form; policies are named as there, where kvtrim's own engine runs.
 
 #include <CLI/CLI.hpp>
 
@@ -215,7 +215,7 @@ int main(int argc, char** argv) {
   app.add_option("--next", o.next, "tokens to predict of each sample of --ids-model")
       ->check(CLI::Range(2, 511))
       ->capture_default_str();
-  app.add_option("--policy", o.policies, "SPEC ..., as for retention")->capture_default_str();
+  app.add_option("--policy", o.policies, "SPEC ..., as for evaluate")->capture_default_str();
   app.add_option("--removed", o.removed, "fractions removed")
       ->delimiter(',')
       ->check(CLI::Range(0.0, 1.0))

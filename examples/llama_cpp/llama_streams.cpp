@@ -174,7 +174,7 @@ int main(int argc, char** argv) {
       ->capture_default_str();
   app.add_option("--limit", o.limit, "maximum number of prompts of each file; 0: all")
       ->capture_default_str();
-  app.add_option("--policy", o.policy, "SPEC, as for retention")->capture_default_str();
+  app.add_option("--policy", o.policy, "SPEC, as for evaluate")->capture_default_str();
   app.add_option("--rows", o.rows, "rows of a sequence after its prompt")
       ->check(CLI::Range(1, 1 << 20))
       ->capture_default_str();

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Policies by the words of `retention --policy`, as far as a cache can serve them whose cells hold all layers and heads.
+// Policies by the words of `evaluate --policy`, as far as a cache can serve them whose cells hold all layers and heads.
 
 #include <kvtrim/policy/full.hpp>
 #include <kvtrim/policy/needs.hpp>

@@ -86,10 +86,7 @@ class Evictor {
   }
   [[nodiscard]] std::size_t workspace_bytes() const noexcept { return workspace_.size(); }
 
-  /// Makes the workspace large enough for `evict` of sequence `s` as it is now, so that the eviction allocates nothing.
-  void prepare(const AnyPolicy& policy, kvtrim::SequenceId s);
-
-  /// Lets `policy` keep `keep` rows of sequence `s`. Allocates unless `prepare` was called.
+  /// Lets `policy` keep `keep` rows of sequence `s`. Allocates.
   /// \throws std::runtime_error if the library refuses
   kvtrim::Report evict(const AnyPolicy& policy,
                        kvtrim::SequenceId s,
@@ -103,6 +100,8 @@ class Evictor {
     return slots_.at(static_cast<std::size_t>(kvtrim::raw(s)));
   }
   void observe(const engine::LayerObservation& seen);
+  // Makes the workspace large enough for `evict` of sequence `s` as it is now.
+  void prepare(const AnyPolicy& policy, kvtrim::SequenceId s);
 
   kvtrim::PagedCache* cache_;
   engine::OpenMp executor_;

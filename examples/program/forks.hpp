@@ -78,18 +78,10 @@ class Forks {
   }
 
   /// Cuts a sequence as `spec` says, by `removed` if that names no size.
-  /// \param[out] seconds  of the eviction alone
-  kvtrim::Report cut(kvtrim::SequenceId s,
-                     const PolicySpec& spec,
-                     double removed,
-                     double* seconds = nullptr) {
+  kvtrim::Report cut(kvtrim::SequenceId s, const PolicySpec& spec, double removed) {
     const std::int32_t keep = spec.rows_to_keep(cache_->live_rows(s), removed);
     const AnyPolicy policy = spec.make(keep, kvtrim::SinkForm::exact, model_->rope());
-    evictor_->prepare(policy, s);  // allocation counts as set-up, not as eviction
-    const Stopwatch watch;
-    const kvtrim::Report report = evictor_->evict(policy, s, keep);
-    if (seconds != nullptr) *seconds += watch.seconds();
-    return report;
+    return evictor_->evict(policy, s, keep);
   }
 
   /// A step; afterwards the model has its logits.

@@ -17,8 +17,8 @@ namespace program {
 
 /// The tokens of a text file, or of JSON lines with `ids`, one after the other, if the name ends in .jsonl.
 /// \throws std::runtime_error if the file cannot be read or has no token, or a line has no ids of the vocabulary; it is named
-[[nodiscard]] inline std::vector<Token> read_teacher(const std::string& path,
-                                                     const engine::Tokenizer& tokenizer) {
+[[nodiscard]] inline std::vector<Token> read_tokens(const std::string& path,
+                                                    const engine::Tokenizer& tokenizer) {
   std::vector<Token> tokens;
   if (!path.ends_with(".jsonl")) {
     tokens = tokenizer.encode(read_file(path), false);

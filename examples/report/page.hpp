@@ -117,7 +117,7 @@ inline std::string head(const Results& results) {
   }
   out += "</dl>\n";
   std::vector<std::string> notes;
-  if (!results.suite.is_null() && plain(results.suite["suite"]) == "small")
+  if (!results.suite.is_null() && plain(results.suite["suite"]).starts_with("small"))
     notes.emplace_back("The small suite is a smoke test: its few prompts support no claim.");
   if (!results.suite.is_null() && results.suite.value("expect", Json()) == "full")
     notes.emplace_back(

@@ -60,17 +60,17 @@ std::vector<nlohmann::json> read_trace(const std::string& path, const std::strin
   return lines;
 }
 
-double perplexity_of(const std::vector<nlohmann::json>& tokens, std::size_t from = 0) {
+double perplexity_of(const std::vector<nlohmann::json>& tokens) {
   double sum = 0;
-  for (std::size_t i = from; i < tokens.size(); ++i) sum += tokens[i].at("surprisal").get<double>();
-  return std::exp(sum / static_cast<double>(tokens.size() - from));
+  for (const auto& token : tokens) sum += token.at("surprisal").get<double>();
+  return std::exp(sum / static_cast<double>(tokens.size()));
 }
 
 }  // namespace
 
 TEST_CASE(
-    "endless: the teacher's tokens come next, from a text as from ids, and their perplexity "
-    "is the one that retention finds",
+    "endless: the teacher's tokens come next, from a text as from ids, and their surprisal is "
+    "that after a prompt read at once",
     "[program]") {
   const Folder folder;
   const std::string model = write_model(folder, "m.gguf", tiny_model());
@@ -97,23 +97,29 @@ TEST_CASE(
     std::snprintf(printed, sizeof printed, "perplexity %.4f over 89 tokens", perplexity_of(tokens));
     CHECK_THAT(r.err, ContainsSubstring(printed));
 
-    nlohmann::json sample{{"prefill", 1}, {"ids", nlohmann::json::array()}};
-    for (const char c : text.text) sample["ids"].push_back(static_cast<int>(c));
-    const std::string json = folder.file("retention.jsonl");
-    const Result other = run_program(KVTRIM_RETENTION,
-                                     {"--model",
-                                      model,
-                                      "--ids",
-                                      folder.with("ids.jsonl", sample.dump()),
-                                      "--policy",
-                                      "full",
-                                      "--json",
-                                      json});
+    nlohmann::json first, rest;
+    for (std::size_t i = 0; i < text.text.size(); ++i)
+      (i < 50 ? first : rest)["ids"].push_back(static_cast<int>(text.text[i]));
+    const std::string at_once = folder.file("at_once.jsonl");
+    const Result other = generate(model,
+                                  {"--prompt-file",
+                                   folder.with("first.jsonl", first.dump()),
+                                   "--teacher",
+                                   folder.with("rest.jsonl", rest.dump()),
+                                   "--trace",
+                                   at_once});
     INFO(other.err);
     REQUIRE(other.status == 0);
-    const double full = nlohmann::json::parse(program_test::read_text(json)).at("perplexity");
-    CHECK(perplexity_of(tokens, 1) == Approx(full).epsilon(1e-5));
+    const auto later = read_trace(at_once, "generate_token");
+    REQUIRE(later.size() == 40);
+    CHECK(read_trace(at_once, "generate").at(0).at("prompt") == 50);
+    for (std::size_t i = 0; i < later.size(); ++i)
+      REQUIRE(later[i].at("surprisal").get<double>() ==
+              Approx(tokens[49 + i].at("surprisal").get<double>()).epsilon(1e-4));
   }
+  const Result chat = generate(model, {"--prompt-file", folder.file("first.jsonl"), "--chat"});
+  CHECK(chat.status == 1);
+  CHECK_THAT(chat.err, ContainsSubstring("--chat needs a text, but "));
 }
 
 TEST_CASE("endless: streaming goes on past the context, in the same pages for ever", "[program]") {

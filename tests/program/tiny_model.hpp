@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "../engine/gguf_builder.hpp"
+#include "../llama_engine/gguf_builder.hpp"
 #include "llama_engine/tokenizer.hpp"
 #include "support.hpp"
 
