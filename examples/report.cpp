@@ -13,6 +13,7 @@
 
 #include "program/console.hpp"
 #include "report/html.hpp"
+#include "report/markdown.hpp"
 #include "report/page.hpp"
 #include "report/reader.hpp"
 #include "report/results.hpp"
@@ -20,16 +21,24 @@
 int main(int argc, char** argv) {
   std::vector<std::string> files;
   std::string path;
+  bool markdown = false;
   CLI::App app(
       "Shows results as one HTML file: tables and pictures, nothing loaded from anywhere.");
   app.add_option("--results", files, "JSON lines of evaluate, batch, or generate --trace")
       ->required();
-  app.add_option("--out", path, "the HTML file")->required();
+  auto* out_option = app.add_option("--out", path, "the HTML file");
+  app.add_flag("--markdown", markdown, "print the main tables instead, as Markdown")
+      ->excludes(out_option);
   CLI11_PARSE(app, argc, argv);
   return program::run("report", [&] {
     report::Reader reader;
     for (const std::string& file : files) reader.read(file);
     const report::Results results = reader.finish();
+    if (markdown) {
+      std::fputs(report::markdown(results).c_str(), stdout);
+      return 0;
+    }
+    if (path.empty()) throw std::runtime_error("nothing to do: give --out or --markdown");
     for (const std::string& file : files) {
       std::error_code ignored;
       if (std::filesystem::equivalent(file, path, ignored))

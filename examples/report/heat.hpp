@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <iterator>
 #include <map>
 #include <set>
 #include <string>
@@ -85,7 +86,15 @@ class Heat {
     double x = left;
     for (auto c = columns_.begin(); c != columns_.end(); ++c, x += cell_width) {
       if (begins(columns_, c)) {
-        svg.label("tick", "start", x + 3, 11, c->division_name);
+        const auto after = std::next(c);
+        const bool narrow = after == columns_.end() || begins(columns_, after);
+        // A percentage above a single column would touch the next.
+        const std::string& name = c->division_name;
+        svg.label("tick",
+                  "start",
+                  x + 3,
+                  11,
+                  narrow && name.ends_with(" %") ? name.substr(0, name.size() - 2) : name);
         svg.line("axis", x, 2, x, head - 2);
       }
       svg.label("tick", "middle", x + cell_width / 2, head - 5, c->name);

@@ -69,7 +69,10 @@ inline std::vector<std::array<double, 2>> line_of(const Series& s, const Frame& 
               .y_unit = style.y_unit};
   if (style.y_unit == "%")
     frame.y_ticks = {style.y_low, (style.y_low + style.y_high) / 2, style.y_high};
-  if (frame.x_ticks.size() > 4) {  // numbers that would touch
+  if (style.x_unit == "%") {
+    const double step = style.x_high > 60 ? 50 : style.x_high > 25 ? 25 : 10;
+    frame.x_ticks = {0, step, 2 * step};
+  } else if (frame.x_ticks.size() > 4) {  // numbers that would touch
     std::vector<double> fewer;
     for (std::size_t i = 0; i < frame.x_ticks.size(); i += 2) fewer.push_back(frame.x_ticks[i]);
     frame.x_ticks = fewer;

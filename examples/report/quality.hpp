@@ -147,20 +147,49 @@ inline constexpr std::array<const char*, 2> question_words{"known", "later"};
          table.html() + "</figure>\n";
 }
 
-namespace detail {
-
 /// What one policy and size say of the samples that the full cache was asked as well.
 struct Retained {
-  double predictions = 0, log_probability = 0, full = 0, kept = 0, bytes = 0;
+  double predictions = 0, log_probability = 0, full = 0, kept = 0;
   std::vector<evaluate::Weighted>
-      samples{};  // log-probability above that of `full`, per prediction
+      samples{};  ///< log-probability above that of `full`, per prediction
+
+  /// Perplexity of the full cache as a percentage of the policy's.
+  [[nodiscard]] double percent() const { return 100 * std::exp(evaluate::mean(samples)); }
+  /// The interval around it.
+  [[nodiscard]] evaluate::Interval around() const {
+    const evaluate::Interval of = evaluate::bootstrap(samples);
+    return {100 * std::exp(of.low), 100 * std::exp(of.high)};
+  }
 };
 
-}  // namespace detail
+/// By policy and share removed.
+///
+/// \param task  perplexity or long_perplexity
+[[nodiscard]] inline std::map<std::string, std::map<double, Retained>> retained(
+    const Results& results, const std::string& task) {
+  std::map<std::string, const Perplexity*> full;
+  std::map<std::string, std::map<double, Retained>> all;
+  for (const Perplexity& p : results.perplexities)
+    if (p.task == task && p.policy == "full") full[p.prompt] = &p;
+  for (const Perplexity& p : results.perplexities) {
+    const auto of = full.find(p.prompt);
+    if (p.task != task || p.policy == "full" || of == full.end() || p.predictions <= 0) continue;
+    auto& r = all[p.policy][p.removed];
+    r.predictions += p.predictions;
+    r.log_probability += p.log_probability;
+    r.full += of->second->log_probability;
+    r.kept += p.kept;
+    r.samples.push_back(
+        {(p.log_probability - of->second->log_probability) / p.predictions, p.predictions});
+  }
+  return all;
+}
+
+/// The tasks of `retained`.
+inline constexpr std::array<const char*, 2> perplexity_names{"perplexity", "long_perplexity"};
 
 /// The figure of both perplexities; empty if there are none.
 [[nodiscard]] inline std::string perplexity_figure(const Results& results) {
-  static constexpr std::array<const char*, 2> names{"perplexity", "long_perplexity"};
   static constexpr std::array<const char*, 2> headings{
       "Next token", "Next token, where the distant context matters"};
   Table table("perplexity retained",
@@ -175,22 +204,7 @@ struct Retained {
                "samples"});
   std::string rows;
   for (std::size_t k = 0; k < 2; ++k) {
-    std::map<std::string, const Perplexity*> full;
-    std::map<std::string, std::map<double, detail::Retained>> all;
-    for (const Perplexity& p : results.perplexities)
-      if (p.task == names[k] && p.policy == "full") full[p.prompt] = &p;
-    for (const Perplexity& p : results.perplexities) {
-      const auto of = full.find(p.prompt);
-      if (p.task != names[k] || p.policy == "full" || of == full.end() || p.predictions <= 0)
-        continue;
-      auto& r = all[p.policy][p.removed];
-      r.predictions += p.predictions;
-      r.log_probability += p.log_probability;
-      r.full += of->second->log_probability;
-      r.kept += p.kept;
-      r.samples.push_back(
-          {(p.log_probability - of->second->log_probability) / p.predictions, p.predictions});
-    }
+    auto all = retained(results, perplexity_names[k]);
     if (all.empty()) continue;
     std::vector<Series> series;
     for (std::size_t p = 0; p < results.policies.size(); ++p) {
@@ -198,9 +212,8 @@ struct Retained {
       for (const auto& [removed, r] : all[s.policy]) {
         const std::string key = "p-" + std::to_string(k) + '-' + std::to_string(p) + '-' +
                                 std::to_string(s.points.size());
-        const double y = 100 * std::exp(evaluate::mean(r.samples));
-        const evaluate::Interval around = evaluate::bootstrap(r.samples);
-        const double low = 100 * std::exp(around.low), high = 100 * std::exp(around.high);
+        const double y = r.percent();
+        const auto [low, high] = r.around();
         const double kept = 100 * r.kept / static_cast<double>(r.samples.size());
         table.row(s.policy,
                   {{k == 0 ? "next token" : "distant context", "", false},

@@ -3,10 +3,14 @@
 // The program `report`, started as a user does.
 #include <nlohmann/json.hpp>
 
+#include <algorithm>
 #include <cstddef>
+#include <cstdio>
 #include <filesystem>
 #include <functional>
+#include <map>
 #include <set>
+#include <sstream>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -333,4 +337,53 @@ TEST_CASE("report: more than a page holds is left out, and the page says what", 
   CHECK(page.size() <= 3'000'000);
   CHECK_THAT(page, ContainsSubstring("50 % removed is left out, for the page&#39;s size."));
   CHECK_THAT(page, ContainsSubstring("The first 8 of 9 policies are shown."));
+}
+
+TEST_CASE("report: --markdown prints a row a policy, with the shares that the lines have",
+          "[report]") {
+  const Result result = run_program(KVTRIM_REPORT, {"--results", sample, "--markdown"});
+  INFO(result.out << result.err);
+  REQUIRE(result.status == 0);
+  // Policy, question, share removed: right of asked, of prompts that the full cache answers.
+  std::set<std::string> wrong, dropped;
+  for (const auto& line : sample_lines()) {
+    if (line["kind"] == "answer" && line["policy"] == "full" && line["correct"] == false)
+      wrong.insert(line["prompt"]);
+    if (line["kind"] == "task" && line["dropped"] == true)
+      dropped.insert(line["task"].get<std::string>() + line["length"].dump());
+  }
+  std::map<std::tuple<std::string, std::string, double>, std::pair<int, int>> found;
+  for (const auto& line : sample_lines()) {
+    if (line["kind"] != "answer" || line["policy"] == "full" || line["removed"].is_null() ||
+        wrong.contains(line["prompt"]) ||
+        dropped.contains(line["task"].get<std::string>() + line["length"].dump()))
+      continue;
+    auto& [right, asked] = found[{line["policy"], line["question"], line["removed"]}];
+    right += line["correct"] == true ? 1 : 0, ++asked;
+  }
+  REQUIRE(found.size() > 3);
+  std::map<std::string, std::string> tables;  // by their header
+  std::istringstream text(result.out);
+  std::string header;
+  for (std::string line; std::getline(text, line);) {
+    if (header.empty()) header = line;
+    tables[header.substr(0, header.find(" |", 2))] += line + "\n";
+    if (line.empty()) header.clear();
+  }
+  REQUIRE(tables.contains("| question known"));
+  REQUIRE(tables.contains("| question later"));
+  for (const auto& [key, counts] : found) {
+    const auto& [policy, question, removed] = key;
+    const std::string& table = tables["| question " + question];
+    const std::size_t begin = table.find("| `" + policy + "` |");
+    REQUIRE(begin != std::string::npos);
+    char share[16];
+    std::snprintf(share, sizeof share, " %.0f (", 100.0 * counts.first / counts.second);
+    CHECK_THAT(table.substr(begin, table.find('\n', begin) - begin), ContainsSubstring(share));
+  }
+  const Result both = run_program(KVTRIM_REPORT, {"--results", sample, "--markdown", "--out", "x"});
+  CHECK(both.status != 0);
+  const Result none = run_program(KVTRIM_REPORT, {"--results", sample});
+  CHECK(none.status == 1);
+  CHECK_THAT(none.err, ContainsSubstring("give --out or --markdown"));
 }
