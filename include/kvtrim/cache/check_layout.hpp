@@ -6,6 +6,7 @@
 
 #include <kvtrim/cache/cache_view.hpp>
 #include <kvtrim/cache/detail/parts.hpp>
+#include <kvtrim/cache/required_bytes.hpp>
 #include <kvtrim/core/error.hpp>
 #include <kvtrim/core/saturating.hpp>
 
@@ -90,6 +91,19 @@ inline void check_extents(const CacheView& view) {
         table.rows.layer,
         table.rows.head);
   }
+}
+
+// Whether all layers and heads that a table serves have one row of ids and one length: only the first one's are checked.
+inline void check_one_row(const CacheView& view, std::string_view name, const RowMap& rows) {
+  const bool layers = view.scope == TableScope::group && view.layers > 1 && rows.layer != 0;
+  const bool heads = view.scope != TableScope::head && view.kv_heads > 1 && rows.head != 0;
+  if (!layers && !heads) { return; }
+  throw_invalid_argument(
+      "kvtrim::CacheView: {} differ by {}: {} from one to the next; but one table serves them all "
+      "(TableScope)",
+      name,
+      layers ? "layer" : "KV head",
+      layers ? rows.layer : rows.head);
 }
 
 // Which of the planes there may be are there.
@@ -202,6 +216,11 @@ inline void check_sequence_planes(const CacheView& view) {
         "positions", "rope positions", "score sums", "score compensations"};
     return i < named ? names[i] : "sequence plane " + std::to_string(i - named);
   };
+  const PageTable& table = view.table;
+  const auto most_rows = static_cast<std::int32_t>(std::min<std::int64_t>(
+      std::numeric_limits<std::int32_t>::max(),
+      table.indptr != nullptr ? std::numeric_limits<std::int32_t>::max()
+                              : std::int64_t{std::max(0, table.max_pages)} * view.page_size));
   for (std::int32_t i = 0; i < named + view.more_plane_count; ++i) {
     const SequencePlane p = plane(i);
     if (!p) { continue; }
@@ -210,6 +229,7 @@ inline void check_sequence_planes(const CacheView& view) {
           "kvtrim::CacheView: {} have elements of {} bytes", name(i), p.element_bytes);
     }
     check_region(name(i), region_of(view, p));
+    static_cast<void>(required(view, p, most_rows, name(i)));
     for (std::int32_t j = 0; j < i; ++j) {
       const SequencePlane q = plane(j);
       const std::int64_t delta = address_of(p.base) - address_of(q.base);
@@ -284,7 +304,8 @@ inline void check_sharing(const CacheView& view) {
 /// eviction from the owner is then eviction for all of its users.
 ///
 /// \throws std::invalid_argument if an extent is below 1, a base is null, elements, planes or layers overlap or reach beyond
-///   64 bits, or a layer or head lacks a stride that its table, or the keys, call for (the message gives the numbers)
+///   64 bits, a layer or head lacks a stride that its table, or the keys, call for, or has ids or a length of its own where one
+///   table serves several (the message gives the numbers). How large the buffers must be: `required_bytes`
 /// \par Complexity
 /// O((planes * layers)^2) with `layer_bases`, O(planes^2) without
 inline void check_layout(const CacheView& view) {
@@ -309,6 +330,12 @@ inline void check_layout(const CacheView& view) {
   }
   detail::check_extents(view);
   detail::check_presence(view);
+  detail::check_one_row(view, "rows of the page tables", view.table.rows);
+  if (view.lengths != nullptr) { detail::check_one_row(view, "lengths", view.length_rows); }
+  if (view.writable.ref_counts != nullptr) {
+    static_cast<void>(detail::required_counts(view, "ref_counts"));
+  }
+  if (view.writable.bits != nullptr) { static_cast<void>(detail::required_bits(view)); }
   detail::check_strides(view);
   detail::check_pools(view);
   if (view.k) { detail::check_plane(view, view.k, "keys"); }
