@@ -106,6 +106,42 @@ inline void check_one_row(const CacheView& view, std::string_view name, const Ro
       layers ? rows.layer : rows.head);
 }
 
+// Whether each table has ids and a length of its own: an eviction writes them.
+inline void check_own_rows(const CacheView& view,
+                           std::string_view name,
+                           const RowMap& rows,
+                           std::int64_t stride,
+                           std::int64_t each,
+                           std::int64_t second = 0) {
+  Region r{};
+  const auto add = [&](AxisName axis, std::int64_t step, std::int32_t extent) {
+    const std::int64_t reach = signed_product(step, stride);
+    r.add(axis, reach < 0 ? -reach : reach, extent);
+  };
+  r.clear(each);
+  add(AxisName::head, rows.head, view.heads_per_table() == 1 ? view.kv_heads : 1);
+  add(AxisName::layer, rows.layer, view.layers_per_table() == 1 ? view.layers : 1);
+  add(AxisName::sequence, rows.sequence, view.sequences);
+  r.close();
+  if (each == 0) { return; }
+  const std::int32_t i = r.overflow() >= 0 ? -1 : r.overlap();
+  if (i >= 0) {
+    throw_invalid_argument(
+        "kvtrim::CacheView: {} of two tables overlap: {} from one {} to the next, but they take {}",
+        name,
+        r.axis(i).stride,
+        to_string(r.axis(i).name),
+        r.reach(i + 1));
+  }
+  if (second != 0 && !apart(r, r, second)) {
+    throw_invalid_argument(
+        "kvtrim::CacheView: {} of keys and of values overlap: the latter begin {} behind the "
+        "former",
+        name,
+        second);
+  }
+}
+
 // Which of the planes there may be are there.
 inline void check_presence(const CacheView& view) {
   if (view.table.ids == nullptr) { throw_invalid_argument("kvtrim::CacheView: page ids are null"); }
@@ -332,6 +368,14 @@ inline void check_layout(const CacheView& view) {
   detail::check_presence(view);
   detail::check_one_row(view, "rows of the page tables", view.table.rows);
   if (view.lengths != nullptr) { detail::check_one_row(view, "lengths", view.length_rows); }
+  if (view.lengths != nullptr) { detail::check_own_rows(view, "lengths", view.length_rows, 1, 1); }
+  const PageTable& table = view.table;
+  if (table.indptr != nullptr) {
+    detail::check_own_rows(view, "row starts", table.rows, 1, 1);
+  } else {
+    const std::int32_t entries = std::max(0, table.max_pages);
+    detail::check_own_rows(view, "ids", table.rows, table.row_stride, entries, table.v_offset);
+  }
   if (view.writable.ref_counts != nullptr) {
     static_cast<void>(detail::required_counts(view, "ref_counts"));
   }

@@ -146,7 +146,8 @@ class PlaceRange {
       end = std::max<std::int64_t>(end, table.indptr[r + 1]);
     }
   }
-  return first == end ? ByteRange{} : places.add(-1, 1 - first).add(1, end).bytes(4);
+  return first == end ? ByteRange{}
+                      : places.add(-1, 1 - first).add(1, std::max<std::int64_t>(1, end)).bytes(4);
 }
 
 [[nodiscard]] inline ByteRange required_counts(const CacheView& view, std::string_view name) {
@@ -192,6 +193,7 @@ class PlaceRange {
 ///
 /// \param max_rows  most rows that a table will have, a hole counted and padding not; `plan_shape(view).max_rows` is enough
 ///   for the tables as they are
+/// \pre `check_layout(view)` passed
 /// \throws std::invalid_argument if a range is beyond 64 bits (the message gives the numbers), or bits have places below 0
 /// \par Complexity
 /// O(1); O(tables) with CSR
