@@ -18,6 +18,7 @@
 #include <kvtrim/cache/page_table.hpp>
 #include <kvtrim/cache/paged_cache.hpp>
 #include <kvtrim/cache/plane.hpp>
+#include <kvtrim/cache/required_bytes.hpp>
 #include <kvtrim/cache/sequence_state.hpp>
 #include <kvtrim/cache/table_update.hpp>
 #include <kvtrim/core/arena.hpp>

@@ -614,6 +614,32 @@ TEST_CASE("cache_view: a foreign sequence without states is a prompt never evict
   CHECK(view.state(SequenceId{1}, LayerId{0}, HeadId{0}).next_position == 0);
 }
 
+TEST_CASE("cache_view: a CSR length that is no number of rows is -1, which every check refuses",
+          "[cache_view][edge]") {
+  constexpr std::int32_t most = std::numeric_limits<std::int32_t>::max();
+  std::vector<std::int32_t> ids(8), last{1}, reserved{0}, indptr{0, 4};
+  CacheView view;
+  view.kv_heads = view.sequences = 1;
+  view.page_size = 1 << 20;
+  view.pages = 8;
+  view.table = {.ids = ids.data(), .indptr = indptr.data()};
+  view.last_page_len = last.data();
+  view.reserved_pages = reserved.data();
+  const auto rows = [&](std::int32_t end, std::int32_t kept, std::int32_t in_last) {
+    indptr[1] = end, reserved[0] = kept, last[0] = in_last;
+    return view.live_rows({}, {}, {});
+  };
+  CHECK(rows(4, 0, 5) == 3 * (1 << 20) + 5);
+  CHECK(rows(2048, 0, (1 << 20) - 1) == most);
+  CHECK(rows(2048, 0, 1 << 20) == -1);  // 2^31
+  CHECK(rows(most, 0, 1) == -1);
+  CHECK(rows(4, -most, 1) == -1);
+  CHECK(rows(4, 5, 1) == -1);
+  CHECK(rows(4, 0, -most) == -1);
+  CHECK(rows(-4, 0, 1) == -1);
+  CHECK(check_lengths(view).status == Status::length_beyond_table);
+}
+
 TEST_CASE(
     "B048 cache_view: [pages, P, 2, H*d] and [pages, P, H = 2, 2*d] have one shape and two views",
     "[cache_view][fault]") {

@@ -35,10 +35,12 @@ TEST_CASE("check_layout: a sound view passes in every scope", "[check_layout]") 
   CHECK(refusal([](CacheView&) {}) == "");
   CHECK(refusal([](CacheView& v) {
           v.scope = TableScope::layer;
+          v.table.rows = v.length_rows = {2, 1, 0};
           v.k.layer_stride = v.v.layer_stride = 0;
         }) == "");
   CHECK(refusal([](CacheView& v) {
           v.scope = TableScope::head;
+          v.table.rows = v.length_rows = {6, 3, 1};
           v.k = Plane::hnd(v.k.base, {4, 1, 8, DType::f16});
           v.v = Plane::hnd(v.v.base, {4, 1, 6, DType::f16});
           v.k.head_stride = v.v.head_stride = 0;
@@ -132,4 +134,62 @@ TEST_CASE("check_layout: heads and layers that share a table need strides of the
   CHECK_THAT(refusal([](CacheView& v) { v.v.head_stride = 0; }), ContainsSubstring("3 KV heads"));
   CHECK_THAT(refusal([](CacheView& v) { v.k.layer_stride = 0; }), ContainsSubstring("2 layers"));
   CHECK_THAT(refusal([](CacheView& v) { v.v.layer_stride = 0; }), ContainsSubstring("2 layers"));
+}
+
+TEST_CASE("check_layout: layers and heads that one table serves have one row of ids, one length",
+          "[check_layout]") {
+  // Only the first one's are checked in a step: another one's would be believed.
+  for (const bool lengths : {false, true}) {
+    const auto map = [&](CacheView& v) -> RowMap& {
+      return lengths ? v.length_rows : v.table.rows;
+    };
+    const std::string name = lengths ? "lengths differ by " : "rows of the page tables differ by ";
+    CHECK_THAT(refusal([&](CacheView& v) { map(v) = {3, 0, 1}; }),
+               ContainsSubstring(name + "KV head: 1"));
+    CHECK_THAT(refusal([&](CacheView& v) { map(v) = {2, 1, 0}; }),
+               ContainsSubstring(name + "layer: 1"));
+    CHECK_THAT(refusal([&](CacheView& v) {
+                 v.scope = TableScope::layer;
+                 v.table.rows = v.length_rows = {2, 1, 0};
+                 map(v) = {6, 3, 1};
+               }),
+               ContainsSubstring(name + "KV head: 1"));
+    CHECK(refusal([&](CacheView& v) { v.layers = 1, map(v).layer = 7; }) == "");
+  }
+}
+
+TEST_CASE("check_layout: tables, and lengths, of two sequences are not the same memory",
+          "[check_layout]") {
+  CHECK_THAT(
+      refusal([](CacheView& v) { v.table.rows.sequence = 0; }),
+      ContainsSubstring("ids of two tables overlap: 0 from one sequence to the next, but they "
+                        "take 4"));
+  CHECK_THAT(refusal([](CacheView& v) { v.table.row_stride = 3; }),
+             ContainsSubstring("3 from one sequence"));
+  CHECK_THAT(refusal([](CacheView& v) { v.length_rows.sequence = 0; }),
+             ContainsSubstring("lengths of two tables overlap"));
+  CHECK_THAT(refusal([](CacheView& v) {
+               v.scope = TableScope::layer;
+               v.length_rows = {2, 1, 0};
+               v.table.rows = {1, 1, 0};
+             }),
+             ContainsSubstring("ids of two tables overlap"));
+  CHECK_THAT(refusal([](CacheView& v) { v.table.v_offset = 2; }),
+             ContainsSubstring("ids of keys and of values overlap: the latter begin 2 behind"));
+  CHECK(refusal([](CacheView& v) { v.table.rows.sequence = -1; }) == "");
+  CHECK(refusal([](CacheView& v) { v.table.v_offset = 8; }) == "");
+  CHECK(refusal([](CacheView& v) { v.table.v_offset = 4, v.table.row_stride = 8; }) == "");
+  CHECK(refusal([](CacheView& v) { v.table.rows.sequence = 0, v.sequences = 1; }) == "");
+}
+
+TEST_CASE("check_layout: numbers of any sign and size are refused, never computed with",
+          "[check_layout][edge]") {
+  CHECK_THAT(refusal([](CacheView& v) { v.k.head_dim = 0x4000'0000; }),
+             ContainsSubstring("overlap: head stride of 16 bytes, but its elements reach over "
+                               "2147483648"));
+  CHECK(refusal([](CacheView& v) { v.k.page_stride = -too_large; }) != "");
+  CHECK(refusal([](CacheView& v) { v.k.page_stride = -too_large - 1; }) != "");
+  CHECK(refusal([](CacheView& v) {
+          v.k.pack = 0x7FFF'FFFF, v.k.head_dim = 0x7FFF'FFFF, v.k.pack_stride = too_large;
+        }) != "");
 }

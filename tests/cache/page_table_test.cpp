@@ -127,3 +127,17 @@ TEST_CASE("page_table: pages are writable by ref count, by bit, and where neithe
   CHECK_FALSE(pools(PageId{0}, LayerId{1}, HeadId{0}));
   CHECK(pools.index(PageId{1}, LayerId{1}, HeadId{1}) == 4);
 }
+
+TEST_CASE("page_table: CSR starts that descend, or are too far apart, leave no room that fits",
+          "[page_table][edge]") {
+  constexpr std::int32_t most = std::numeric_limits<std::int32_t>::max();
+  const std::array<std::int32_t, 6> indptr{0, 7, 3, most, -most, most};
+  PageTable table;
+  table.indptr = indptr.data();
+  const auto room = [&](std::int32_t s) { return table.capacity(SequenceId{s}, {}, {}); };
+  CHECK(room(0) == 7);
+  CHECK(room(1) == -1);
+  CHECK(room(2) == most - 3);
+  CHECK(room(3) == -1);
+  CHECK(room(4) == -1);  // 2^32 - 2 entries
+}

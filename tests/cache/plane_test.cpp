@@ -221,3 +221,12 @@ TEST_CASE("plane: side data of pages lies at its strides, and a stride of 0 is c
   plane.head_stride = 4;
   CHECK(plane.row(LayerId{1}, PageId{3}, HeadId{1}, Slot{2}) == memory.data() + 200 + 120 + 16 + 4);
 }
+
+TEST_CASE("plane: a row of 2^30 f32 features is 2^32 bytes long", "[plane][edge]") {
+  Plane plane;
+  plane.head_dim = 1 << 30;
+  CHECK(plane.row_bytes() == std::int64_t{1} << 32);
+  const Plane nhd = Plane::nhd(nullptr, {1, 2, 1 << 30, DType::f32});
+  CHECK(nhd.head_stride == std::int64_t{1} << 32);
+  CHECK(nhd.page_stride == std::int64_t{1} << 33);
+}

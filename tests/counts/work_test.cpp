@@ -277,3 +277,71 @@ TEST_CASE("counts: a prompt's column sums skip most of the future", "[counts]") 
   CHECK(static_cast<double>(cost.flops) >= 0.5 * all);
   CHECK(cost.allocated == 0);
 }
+
+TEST_CASE("B132 a plan of which nothing comes looks at no entry, no key and no head, at any length",
+          "[counts][fault]") {
+  // Work in place of time: a table whose entries name no page is refused as soon as one is looked at.
+  const Layer queries;
+  for (const std::int32_t live : {512, 32'768}) {
+    PagedCache cache({.pages = live / 16,
+                      .page_size = 16,
+                      .kv_heads = kv_heads,
+                      .key_dim = dim,
+                      .scores = true});
+    const SequenceId s = cache.try_create().value();
+    REQUIRE(cache.try_extend(s, live) == Status::ok);
+    REQUIRE(cache.written(s, {}) == Status::ok);
+    CacheView view = cache.view();
+    const std::vector<std::int32_t> no_pages(static_cast<std::size_t>(live / 16), -7);
+    view.table.ids = no_pages.data();
+    const auto due = [&](const auto& policy, const Observation& obs) {
+      std::vector<std::byte> workspace(plan_workspace_bytes(policy, plan_shape(view, obs)));
+      Status status = Status::ok;
+      std::int64_t evicted = 0;
+      const Cost cost = Layer::cost_of([&] {
+        const PlanRef made = plan(policy, view, obs, workspace);
+        status = made.status();
+        evicted = made.evicted_rows();
+      });
+      CHECK(cost == Cost{});
+      CHECK(evicted == 0);
+      return status;
+    };
+    CHECK(due(StreamingSink({.sinks = 4, .recent = live}), {}) == Status::ok);
+    CHECK(due(HeavyHitter({.heavy = live / 2, .recent = live / 2}), {}) == Status::ok);
+    CHECK(due(SnapKVSelector({.budget = live}), queries.window_queries(true)) == Status::ok);
+    // One row less, and the first entry is looked at.
+    CHECK(due(StreamingSink({.sinks = 4, .recent = live - 32}), {}) == Status::page_out_of_range);
+  }
+}
+
+TEST_CASE("B137 the cost of a score grows as its header says: twice the rows, twice the work",
+          "[counts][fault]") {
+  // Counted, not timed. R-KV's comparison of all pairs is the one score whose header says O(rows^2).
+  const auto cost_at = [](const auto& policy, std::int32_t live) {
+    PagedCache cache({.pages = live / 16, .page_size = 16, .kv_heads = kv_heads, .key_dim = dim});
+    const SequenceId s = cache.try_create().value();
+    const std::vector<float> zeros(static_cast<std::size_t>(live) * kv_heads * dim);
+    REQUIRE(cache.try_extend(s, live) == Status::ok);
+    REQUIRE(cache.write(s, {}, {zeros.data()}, {zeros.data()}) == Status::ok);
+    const Layer queries;
+    const Observation obs = queries.window_queries(false);
+    const CacheView view = cache.view();
+    std::vector<std::byte> workspace(plan_workspace_bytes(policy, plan_shape(view, obs)));
+    return Layer::cost_of([&] { REQUIRE(usable(plan(policy, view, obs, workspace).status())); });
+  };
+  const auto grows = [&](const auto& policy) {
+    const Cost one = cost_at(policy, 16'128);
+    const Cost two = cost_at(policy, 2 * 16'128);
+    CHECK(one.rows_read >= kv_heads * 16'128);
+    CHECK(static_cast<double>(two.rows_read) < 2.5 * static_cast<double>(one.rows_read));
+    CHECK(static_cast<double>(two.flops) <= 2.5 * static_cast<double>(one.flops));
+    CHECK(two.allocated == 0);
+    return one;
+  };
+  const Cost snapkv = grows(SnapKVSelector({.window = window, .budget = 1024}));
+  CHECK(snapkv.rows_read == kv_heads * 16'128);  // one read, one product
+  CHECK(snapkv.flops >= std::int64_t{2} * dim * 16'128 * query_heads * window);
+  CHECK(snapkv.flops <= std::int64_t{2} * dim * (16'128 + 480) * query_heads * window);
+  grows(PageSelector<KeyDiffParams>({.budget = 1024}));
+}

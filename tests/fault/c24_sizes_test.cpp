@@ -7,12 +7,14 @@
 #include <kvtrim/observe/query_ring.hpp>
 #include <kvtrim/observe/recorder.hpp>
 #include <kvtrim/policy/heavy_hitter.hpp>
+#include <kvtrim/policy/streaming_sink.hpp>
 
 #include "catch.hpp"
 #include "fault/fault_support.hpp"
 
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -114,4 +116,38 @@ TEST_CASE("C24 what cannot be allocated is said to be too large", "[fault][sizes
   params.head_dim = 64;
   CHECK(Recorder::bytes(needs, params) > huge);
   CHECK_THROWS_AS(Recorder(needs, params), std::length_error);
+}
+
+TEST_CASE("B130 sizes whose sum wraps around, and negative ones, are errors with their numbers",
+          "[fault][sizes]") {
+  // An unsigned SIZE_MAX - 31 is -32 in the 64 bits that sizes are given in.
+  constexpr auto most = std::numeric_limits<std::int64_t>::max();
+  const auto unsigned_size = [](std::size_t x) { return static_cast<std::int64_t>(x); };
+  CHECK_THAT(
+      thrown_by([&] { StreamingSink({.sinks = unsigned_size(SIZE_MAX - 31), .recent = 64}); }),
+      Catch::Contains("sinks -32"));
+  CHECK_THAT(thrown_by([&] { HeavyHitter({.heavy = unsigned_size(SIZE_MAX), .recent = 1}); }),
+             Catch::Contains("heavy -1"));
+  for (const std::int64_t x : {most, most - 31, std::int64_t{1} << 32, std::int64_t{1} << 31}) {
+    CHECK_THAT(thrown_by([&] { StreamingSink({.sinks = x, .recent = 64}); }),
+               Catch::Contains("sinks " + std::to_string(x)));
+    CHECK_THAT(thrown_by([&] { StreamingSink({.sinks = 4, .recent = x}); }),
+               Catch::Contains("recent " + std::to_string(x)));
+    CHECK_THAT(thrown_by([&] { HeavyHitter({.heavy = x, .recent = 1}); }),
+               Catch::Contains("heavy " + std::to_string(x)));
+  }
+  // Each fits, their sum does not.
+  constexpr std::int64_t half = std::int64_t{1} << 30;
+  CHECK_THROWS_AS(StreamingSink({.sinks = half, .recent = half}), std::invalid_argument);
+  CHECK_THROWS_AS(HeavyHitter({.heavy = half, .recent = half}), std::invalid_argument);
+  CHECK_NOTHROW(StreamingSink({.sinks = half, .recent = half - 1}));
+  CHECK_NOTHROW(HeavyHitter({.heavy = half, .recent = half - 1}));
+  for (const int negative : {-1, -32}) {
+    CHECK_THROWS_AS(StreamingSink({.sinks = negative, .recent = 64}), std::invalid_argument);
+    CHECK_THROWS_AS(StreamingSink({.sinks = 4, .recent = negative}), std::invalid_argument);
+    CHECK_THROWS_AS(HeavyHitter({.heavy = negative, .recent = 1}), std::invalid_argument);
+    CHECK_THROWS_AS(HeavyHitter({.heavy = 1, .recent = negative}), std::invalid_argument);
+    CHECK_THROWS_AS(HeavyHitter({.heavy = 1, .recent = 1, .sinks = negative}),
+                    std::invalid_argument);
+  }
 }

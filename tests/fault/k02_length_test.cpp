@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// B013, B015 and B016 in their plain form are tests of the cache; here they follow evictions. B020 needs an engine's
-// count of computed tokens and comes with the engine views.
+// B013, B015 and B016 in their plain form are tests of the cache; here they follow evictions.
 #include <kvtrim/observe/accumulate.hpp>
 #include <kvtrim/policy/heavy_hitter.hpp>
 #include <kvtrim/policy/streaming_sink.hpp>
@@ -226,4 +225,31 @@ TEST_CASE("B018 a token keeps its position through a shift, and a plan from befo
   CHECK(out.evicted[0] == Rows{6});  // g, not the row that is sixth now (i)
   CHECK(t.positions(s) == Rows{0, 1, 4, 5, 7, 8, 9});
   CHECK(t.raw_key_error(s) < 1e-5);
+}
+
+TEST_CASE("B020 a count of computed tokens falls by the evicted ones below it, and never rises",
+          "[length][fault]") {
+  // An engine that computes a prompt in chunks counts its first tokens that are in the cache. What a report lists, ascending,
+  // says how many of those are gone: max(sinks, computed - evicted), the fault, is right for none that is below both.
+  const auto computed_after = [](std::int32_t computed, const Rows& evicted) {
+    return computed -
+           static_cast<std::int32_t>(std::lower_bound(evicted.begin(), evicted.end(), computed) -
+                                     evicted.begin());
+  };
+  TestCache t({.pages = 20, .page_size = 4, .kv_heads = 2, .key_dim = 2, .value_dim = 2});
+  const SequenceId s = t.filled(60);
+  const Outcome out = evict(StreamingSink<SinkForm::exact>({.sinks = 10, .recent = 30}), t, s);
+  REQUIRE(out.report.status == Status::ok);
+  for (const Rows& evicted : out.evicted) {
+    REQUIRE(evicted == range(10, 30));
+    CHECK(computed_after(5, evicted) == 5);
+    CHECK(computed_after(15, evicted) == 10);
+    CHECK(computed_after(40, evicted) == 20);
+    for (const std::int32_t border : {0, 10, 11, 29, 30, 31, 60}) {
+      CHECK(computed_after(border, evicted) <= border);
+    }
+    CHECK(computed_after(60, evicted) == t.cache.live_rows(s));
+  }
+  CHECK(raw(t.cache.next_position(s)) ==
+        60);  // tokens seen: another number, that no eviction changes
 }

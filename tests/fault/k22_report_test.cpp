@@ -1,5 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-// B146 asks for copies of the same content, which only an engine's prefix cache knows: it comes with the engine views.
 #include <kvtrim/policy/heavy_hitter.hpp>
 #include <kvtrim/policy/streaming_sink.hpp>
 #include <kvtrim/score/accumulated.hpp>
@@ -7,6 +6,7 @@
 #include "../catch.hpp"
 #include "fault_support.hpp"
 
+#include <map>
 #include <set>
 
 using namespace kvtrim;
@@ -103,4 +103,51 @@ TEST_CASE("B147 an eviction of nothing reports nothing, a refused one its reason
   CHECK(refused.status == Status::chunk_too_long);
   CHECK(refused.evicted_rows == 0);
   CHECK(t.positions(s, 0, 1) == range(0, 9));
+}
+
+TEST_CASE("B146 a removal event counts the copies of the same content that remain",
+          "[report][fault]") {
+  // Copies of the same content are known to an engine's prefix cache alone; it is told of each page, before anyone gets it.
+  struct Events {
+    PagedCache::Sink sink;
+    std::map<std::int32_t, std::int32_t>& content;               // of each page that holds any
+    std::vector<std::pair<std::int32_t, std::int32_t>> removed;  // page, copies that remain
+    void update(const TableUpdate& u) noexcept { sink.update(u); }
+    bool release(PageId p) noexcept {
+      const bool free = sink.release(p);
+      const auto it = content.find(raw(p));
+      if (free && it != content.end()) {
+        const std::int32_t id = it->second;
+        content.erase(it);
+        removed.emplace_back(raw(p), std::count_if(content.begin(), content.end(), [&](auto& x) {
+                               return x.second == id;
+                             }));
+      }
+      return free;
+    }
+  };
+  TestCache t({.pages = 8,
+               .page_size = 4,
+               .kv_heads = 2,
+               .key_dim = 2,
+               .value_dim = 2,
+               .max_sequences = 3});
+  const StreamingSink policy({.sinks = 0, .recent = 2});
+  const SequenceId a = t.create(), b = t.create();
+  REQUIRE(t.append(a, 6, 0) == Status::ok);  // the same prompt, computed twice
+  REQUIRE(t.append(b, 6, 0) == Status::ok);
+  const std::int32_t first = t.pages(a)[0], second = t.pages(b)[0];
+  std::map<std::int32_t, std::int32_t> content{{first, 7}, {second, 7}};
+  const auto cut = [&](SequenceId s) {
+    const CacheView view = t.cache.view(s);
+    Events events{t.cache.sink_for(view), content, {}};
+    REQUIRE(evict_into(policy, view, events).report.status == Status::ok);
+    return events.removed;
+  };
+  using Removed = std::vector<std::pair<std::int32_t, std::int32_t>>;
+  // One page that two sequences share is one copy: it is removed with its last owner.
+  const SequenceId c = t.cache.try_fork(a).value();
+  CHECK(cut(a).empty());
+  CHECK(cut(c) == Removed{{first, 1}});
+  CHECK(cut(b) == Removed{{second, 0}});
 }

@@ -9,14 +9,13 @@
 #include <kvtrim/evict/plan_bytes.hpp>
 #include <kvtrim/evict/planner.hpp>
 
+#include "fuzz/fuzz.hpp"
 #include "random/engines.hpp"
 #include "support/by_score.hpp"
 
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <span>
@@ -24,18 +23,13 @@
 
 using namespace kvtrim;
 using namespace kvtrim::random_test;
+using kvtrim::fuzz::require;
 
 namespace {
 
-void require(bool right, const char* what) {
-  if (right) { return; }
-  std::fprintf(stderr, "plan_bytes_fuzz: %s\n", what);
-  std::abort();
-}
-
 // An engine with two to four sequences of some rows, one of them a fork where pages can be shared.
 struct World {
-  Random random;
+  random_test::Random random;
   Setup setup;
   std::unique_ptr<ForeignEngine> engine;
 
@@ -81,8 +75,10 @@ struct World {
 
 }  // namespace
 
-extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
-  if (size < 5) { return 0; }
+KVTRIM_FUZZ_TARGET(plan_bytes) {
+  const std::uint8_t* const data = input.data();
+  const std::size_t size = input.size();
+  if (size < 5) { return; }
   World world(static_cast<std::uint32_t>(data[0]) << 8U | data[1]);
   const Setup& x = world.setup;
   const CacheView view = world.engine->view(-1);
@@ -127,7 +123,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   const Plan seen = Plan::from_bytes(bytes);
   require(!to_string(seen.view()).empty() && seen.view() == seen.view(), "a plan that is read");
   Plan read = Plan::from_bytes(bytes, view, {.spare_pages = spares});
-  if (!usable(read.view().status())) { return 0; }
+  if (!usable(read.view().status())) { return; }
   require(apply(read.ref(), view) == Status::ok, "accepted, but not applied");
   const Report report = world.engine->commit(read.ref(), view);
   require(usable(report.status), "applied, but not committed");
@@ -140,5 +136,4 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
     require(count == after[at(page)] || (spare && after[at(page)] == 0),
             "a page is counted more or less often than it is named");
   }
-  return 0;
 }

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "llama_engine/gguf.hpp"
+#include "llama_engine/tokenizer.hpp"
 
 namespace engine_test {
 
@@ -130,6 +131,29 @@ class GgufBuilder {
   std::map<std::string, Bytes> keys_;
   std::map<std::string, Tensor> tensors_;
 };
+
+/// All 256 bytes, then what `merges` make, then two special tokens: "<s>" and "<s>x".
+inline GgufBuilder vocabulary(const std::vector<std::string>& merges,
+                              const std::string& pre = "gpt-2") {
+  std::vector<std::string> tokens;
+  for (const std::string& character : engine::detail::byte_characters())
+    tokens.push_back(character);
+  for (const std::string& merge : merges) {
+    const std::size_t space = merge.find(' ');
+    tokens.push_back(merge.substr(0, space) + merge.substr(space + 1));
+  }
+  std::vector<std::int32_t> types(tokens.size(), 1);
+  tokens.insert(tokens.end(), {"<s>", "<s>x"});
+  types.insert(types.end(), {3, 4});
+  GgufBuilder builder;
+  builder.string("tokenizer.ggml.model", "gpt2")
+      .string("tokenizer.ggml.pre", pre)
+      .strings("tokenizer.ggml.tokens", tokens)
+      .i32s("tokenizer.ggml.token_type", types)
+      .strings("tokenizer.ggml.merges", merges)
+      .u32("tokenizer.ggml.eos_token_id", 256);
+  return builder;
+}
 
 /// A Llama model of 2 layers with random parameters: 3 KV heads of 2 query heads each, of which 6 of 8 features rotate.
 inline GgufBuilder tiny_llama() {

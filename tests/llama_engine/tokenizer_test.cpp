@@ -16,6 +16,7 @@ using engine::PreTokenizer;
 using engine::Token;
 using engine::Tokenizer;
 using engine_test::GgufBuilder;
+using engine_test::vocabulary;
 
 namespace {
 
@@ -26,28 +27,6 @@ Pieces split(const std::string& name, std::string_view text) {
   Pieces pieces;
   for (const std::string_view piece : splitter.split(text)) pieces.emplace_back(piece);
   return pieces;
-}
-
-/// All 256 bytes, then what `merges` make, then two special tokens: "<s>" and "<s>x".
-GgufBuilder vocabulary(const std::vector<std::string>& merges, const std::string& pre = "gpt-2") {
-  std::vector<std::string> tokens;
-  for (const std::string& character : engine::detail::byte_characters())
-    tokens.push_back(character);
-  for (const std::string& merge : merges) {
-    const std::size_t space = merge.find(' ');
-    tokens.push_back(merge.substr(0, space) + merge.substr(space + 1));
-  }
-  std::vector<std::int32_t> types(tokens.size(), 1);
-  tokens.insert(tokens.end(), {"<s>", "<s>x"});
-  types.insert(types.end(), {3, 4});
-  GgufBuilder builder;
-  builder.string("tokenizer.ggml.model", "gpt2")
-      .string("tokenizer.ggml.pre", pre)
-      .strings("tokenizer.ggml.tokens", tokens)
-      .i32s("tokenizer.ggml.token_type", types)
-      .strings("tokenizer.ggml.merges", merges)
-      .u32("tokenizer.ggml.eos_token_id", 256);
-  return builder;
 }
 
 /// The vocabulary entries that a text becomes.

@@ -120,8 +120,11 @@ struct CacheView {
                                                                     HeadId h) const noexcept {
     KVTRIM_ASSERT(has(s, l, h) && "no such sequence, layer or KV head of the view");
     if (last_page_len != nullptr) {
-      const std::int32_t n = table.capacity(s, l, h) - reserved(s, table_of(l, h));
-      return n == 0 ? 0 : (n - 1) * page_size + last_page_len[table.rows(s, l, h)];
+      // 64 bits: the numbers are not trusted yet. What is no number of rows is refused as a length of -1.
+      const std::int64_t n = std::int64_t{table.capacity(s, l, h)} - reserved(s, table_of(l, h));
+      if (n == 0) { return 0; }
+      const std::int64_t rows = (n - 1) * page_size + last_page_len[table.rows(s, l, h)];
+      return n < 0 || rows < 0 || rows > 0x7FFF'FFFF ? -1 : static_cast<std::int32_t>(rows);
     }
     if (lengths != nullptr) { return lengths[length_rows(s, l, h)]; }
     // Not through `state`, which calls this function: functions that call each other are not inlined in a kernel.

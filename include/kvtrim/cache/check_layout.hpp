@@ -6,6 +6,7 @@
 
 #include <kvtrim/cache/cache_view.hpp>
 #include <kvtrim/cache/detail/parts.hpp>
+#include <kvtrim/cache/required_bytes.hpp>
 #include <kvtrim/core/error.hpp>
 #include <kvtrim/core/saturating.hpp>
 
@@ -89,6 +90,55 @@ inline void check_extents(const CacheView& view) {
         table.rows.sequence,
         table.rows.layer,
         table.rows.head);
+  }
+}
+
+// Whether all layers and heads that a table serves have one row of ids and one length: only the first one's are checked.
+inline void check_one_row(const CacheView& view, std::string_view name, const RowMap& rows) {
+  const bool layers = view.scope == TableScope::group && view.layers > 1 && rows.layer != 0;
+  const bool heads = view.scope != TableScope::head && view.kv_heads > 1 && rows.head != 0;
+  if (!layers && !heads) { return; }
+  throw_invalid_argument(
+      "kvtrim::CacheView: {} differ by {}: {} from one to the next; but one table serves them all "
+      "(TableScope)",
+      name,
+      layers ? "layer" : "KV head",
+      layers ? rows.layer : rows.head);
+}
+
+// Whether each table has ids and a length of its own: an eviction writes them.
+inline void check_own_rows(const CacheView& view,
+                           std::string_view name,
+                           const RowMap& rows,
+                           std::int64_t stride,
+                           std::int64_t each,
+                           std::int64_t second = 0) {
+  Region r{};
+  const auto add = [&](AxisName axis, std::int64_t step, std::int32_t extent) {
+    const std::int64_t reach = signed_product(step, stride);
+    r.add(axis, reach < 0 ? -reach : reach, extent);
+  };
+  r.clear(each);
+  add(AxisName::head, rows.head, view.heads_per_table() == 1 ? view.kv_heads : 1);
+  add(AxisName::layer, rows.layer, view.layers_per_table() == 1 ? view.layers : 1);
+  add(AxisName::sequence, rows.sequence, view.sequences);
+  r.close();
+  if (each == 0) { return; }
+  const std::int32_t i = r.overflow() >= 0 ? -1 : r.overlap();
+  if (i >= 0) {
+    throw_invalid_argument(
+        "kvtrim::CacheView: {} of two tables overlap: {} from one {} to the next, but they take {}",
+        name,
+        r.axis(i).stride,
+        to_string(r.axis(i).name),
+        r.reach(i + 1));
+  }
+  if (second != 0 && !apart(r, r, second)) {
+    throw_invalid_argument(
+        "kvtrim::CacheView: {} of keys and of values overlap: the latter begin {} behind the "
+        "former",
+        name,
+        second);
   }
 }
 
@@ -202,6 +252,11 @@ inline void check_sequence_planes(const CacheView& view) {
         "positions", "rope positions", "score sums", "score compensations"};
     return i < named ? names[i] : "sequence plane " + std::to_string(i - named);
   };
+  const PageTable& table = view.table;
+  const auto most_rows = static_cast<std::int32_t>(std::min<std::int64_t>(
+      std::numeric_limits<std::int32_t>::max(),
+      table.indptr != nullptr ? std::numeric_limits<std::int32_t>::max()
+                              : std::int64_t{std::max(0, table.max_pages)} * view.page_size));
   for (std::int32_t i = 0; i < named + view.more_plane_count; ++i) {
     const SequencePlane p = plane(i);
     if (!p) { continue; }
@@ -210,6 +265,7 @@ inline void check_sequence_planes(const CacheView& view) {
           "kvtrim::CacheView: {} have elements of {} bytes", name(i), p.element_bytes);
     }
     check_region(name(i), region_of(view, p));
+    static_cast<void>(required(view, p, most_rows, name(i)));
     for (std::int32_t j = 0; j < i; ++j) {
       const SequencePlane q = plane(j);
       const std::int64_t delta = address_of(p.base) - address_of(q.base);
@@ -284,7 +340,8 @@ inline void check_sharing(const CacheView& view) {
 /// eviction from the owner is then eviction for all of its users.
 ///
 /// \throws std::invalid_argument if an extent is below 1, a base is null, elements, planes or layers overlap or reach beyond
-///   64 bits, or a layer or head lacks a stride that its table, or the keys, call for (the message gives the numbers)
+///   64 bits, a layer or head lacks a stride that its table, or the keys, call for, or has ids or a length of its own where one
+///   table serves several (the message gives the numbers). How large the buffers must be: `required_bytes`
 /// \par Complexity
 /// O((planes * layers)^2) with `layer_bases`, O(planes^2) without
 inline void check_layout(const CacheView& view) {
@@ -309,6 +366,20 @@ inline void check_layout(const CacheView& view) {
   }
   detail::check_extents(view);
   detail::check_presence(view);
+  detail::check_one_row(view, "rows of the page tables", view.table.rows);
+  if (view.lengths != nullptr) { detail::check_one_row(view, "lengths", view.length_rows); }
+  if (view.lengths != nullptr) { detail::check_own_rows(view, "lengths", view.length_rows, 1, 1); }
+  const PageTable& table = view.table;
+  if (table.indptr != nullptr) {
+    detail::check_own_rows(view, "row starts", table.rows, 1, 1);
+  } else {
+    const std::int32_t entries = std::max(0, table.max_pages);
+    detail::check_own_rows(view, "ids", table.rows, table.row_stride, entries, table.v_offset);
+  }
+  if (view.writable.ref_counts != nullptr) {
+    static_cast<void>(detail::required_counts(view, "ref_counts"));
+  }
+  if (view.writable.bits != nullptr) { static_cast<void>(detail::required_bits(view)); }
   detail::check_strides(view);
   detail::check_pools(view);
   if (view.k) { detail::check_plane(view, view.k, "keys"); }

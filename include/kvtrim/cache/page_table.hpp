@@ -46,13 +46,14 @@ struct PageTable {
     return ids + (indptr != nullptr ? indptr[r] : r * row_stride);
   }
 
-  /// Entries a row has room for.
+  /// Entries a row has room for; -1 where row starts descend, which no length fits.
   [[nodiscard]] KVTRIM_HOST_DEVICE constexpr std::int32_t capacity(SequenceId s,
                                                                    LayerId l,
                                                                    HeadId h) const noexcept {
     if (indptr == nullptr) { return max_pages; }
     const std::int64_t r = rows(s, l, h);
-    return indptr[r + 1] - indptr[r];
+    const std::int64_t entries = std::int64_t{indptr[r + 1]} - indptr[r];
+    return entries < 0 || entries > 0x7FFF'FFFF ? -1 : static_cast<std::int32_t>(entries);
   }
 
   /// The page an entry names.

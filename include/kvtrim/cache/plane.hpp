@@ -68,7 +68,8 @@ struct Plane {
 
   /// Bytes of the values of a row.
   [[nodiscard]] KVTRIM_HOST_DEVICE constexpr std::int64_t row_bytes() const noexcept {
-    return dtype == DType::opaque ? opaque_row_bytes : head_dim * element_bytes(dtype);
+    return dtype == DType::opaque ? opaque_row_bytes
+                                  : static_cast<std::int64_t>(head_dim) * element_bytes(dtype);
   }
 
   /// `[pages, page_size, kv_heads, head_dim]`, C order: vLLM, FlashInfer NHD; SGLang and llama.cpp with page size 1.
@@ -106,7 +107,7 @@ struct Plane {
 
  private:
   static constexpr std::int64_t row(const PlaneShape& s) noexcept {
-    return s.head_dim * element_bytes(s.dtype);
+    return static_cast<std::int64_t>(s.head_dim) * element_bytes(s.dtype);
   }
 
   static constexpr Plane strided(void* data,

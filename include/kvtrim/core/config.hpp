@@ -3,14 +3,23 @@
 
 // The only file that may ask which compiler this is.
 
+#include <bit>
 #include <cassert>
 #include <cstring>
+#include <limits>
 
 // Compensated sums, NaN and infinities need arithmetic as it is written: without it sums lose digits and a query that
 // overflows makes every score NaN.
 #if defined(__FAST_MATH__) || (defined(__FINITE_MATH_ONLY__) && __FINITE_MATH_ONLY__ == 1)
 #  error "kvtrim: compile without -ffast-math and -ffinite-math-only the files that include kvtrim"
 #endif
+
+// Plans are sent as bytes, f16 and bf16 are converted by their bits, scores are ordered by theirs.
+static_assert(std::endian::native == std::endian::little,
+              "kvtrim: numbers in memory must begin with their lowest byte");
+static_assert(std::numeric_limits<float>::is_iec559 && std::numeric_limits<double>::is_iec559 &&
+                  sizeof(float) == 4 && sizeof(double) == 8,
+              "kvtrim: float and double must be the IEEE 754 formats of 32 and 64 bits");
 
 #if defined(__CUDACC__)
 // Always inlined: a call from a kernel would put its view on the stack.

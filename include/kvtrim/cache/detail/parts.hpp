@@ -24,7 +24,7 @@ KVTRIM_HOST_DEVICE constexpr void fill(Region& r, const CacheView& view, const P
   if (!whole && p.pack == 1) { r.add(AxisName::feature, p.feature_stride, p.head_dim); }
   if (!whole && p.pack != 1) {
     r.add(AxisName::feature, p.feature_stride, p.pack < p.head_dim ? p.pack : p.head_dim);
-    r.add(AxisName::pack, p.pack_stride, (p.head_dim + p.pack - 1) / p.pack);
+    r.add(AxisName::pack, p.pack_stride, (std::int64_t{p.head_dim} + p.pack - 1) / p.pack);
   }
   const bool common_heads = view.scope == TableScope::head && p.head_stride == 0;
   r.add(AxisName::token, p.token_stride, view.page_size);
@@ -80,7 +80,7 @@ KVTRIM_HOST_DEVICE constexpr void fill(Region& r,
                                        const PagePlane& p) noexcept {
   r.clear(p.row_bytes);
   const std::int32_t each = p.rows_per_entry(view.page_size);
-  r.add(AxisName::token, p.token_stride, (view.page_size + each - 1) / each);
+  r.add(AxisName::token, p.token_stride, (std::int64_t{view.page_size} + each - 1) / each);
   r.add(AxisName::head, p.head_stride, p.head_stride == 0 ? 1 : view.kv_heads);
   r.add(AxisName::page, p.page_stride, p.constant() ? 1 : view.pages);
   r.add(AxisName::layer, p.layer_stride, p.layer_stride == 0 ? 1 : view.layers);

@@ -62,7 +62,8 @@ class Region {
       constexpr std::int64_t most =
           too_large / 2;  // so that two regions' distance is a number, too
       const Axis& a = axes_[i];
-      if (a.stride > 0 && a.extent - 1 > (most - reach_[i + 1]) / a.stride) { return i; }
+      const std::int64_t rest = most - (reach_[i + 1] < 0 ? 0 : reach_[i + 1]);
+      if (a.stride > 0 && a.extent - 1 > rest / a.stride) { return i; }
     }
     return -1;
   }
