@@ -34,10 +34,17 @@
 #include <kvtrim/core/sequence_plane.hpp>
 #include <kvtrim/core/status.hpp>
 #include <kvtrim/core/types.hpp>
+#include <kvtrim/engine/dense.hpp>
+#include <kvtrim/engine/flashinfer.hpp>
 #include <kvtrim/engine/llama_cpp.hpp>
 #include <kvtrim/engine/row_table.hpp>
+#include <kvtrim/engine/sglang.hpp>
+#include <kvtrim/engine/tensor_view.hpp>
+#include <kvtrim/engine/tensorrt_llm.hpp>
+#include <kvtrim/engine/vllm.hpp>
 #include <kvtrim/evict/apply.hpp>
 #include <kvtrim/evict/commit.hpp>
+#include <kvtrim/evict/csr_tables.hpp>
 #include <kvtrim/evict/evict.hpp>
 #include <kvtrim/evict/plan.hpp>
 #include <kvtrim/evict/plan_bytes.hpp>
