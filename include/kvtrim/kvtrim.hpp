@@ -37,6 +37,7 @@
 #include <kvtrim/engine/dense.hpp>
 #include <kvtrim/engine/flashinfer.hpp>
 #include <kvtrim/engine/llama_cpp.hpp>
+#include <kvtrim/engine/null_in_place.hpp>
 #include <kvtrim/engine/row_table.hpp>
 #include <kvtrim/engine/sglang.hpp>
 #include <kvtrim/engine/tensor_view.hpp>
