@@ -81,6 +81,7 @@
 #include <kvtrim/policy/pyramid_kv.hpp>
 #include <kvtrim/policy/q_filter.hpp>
 #include <kvtrim/policy/random.hpp>
+#include <kvtrim/policy/released_pages.hpp>
 #include <kvtrim/policy/rkv.hpp>
 #include <kvtrim/policy/snapkv_selector.hpp>
 #include <kvtrim/policy/streaming_sink.hpp>
