@@ -35,10 +35,18 @@
 #include <kvtrim/core/sequence_plane.hpp>
 #include <kvtrim/core/status.hpp>
 #include <kvtrim/core/types.hpp>
+#include <kvtrim/engine/dense.hpp>
+#include <kvtrim/engine/flashinfer.hpp>
 #include <kvtrim/engine/llama_cpp.hpp>
+#include <kvtrim/engine/null_in_place.hpp>
 #include <kvtrim/engine/row_table.hpp>
+#include <kvtrim/engine/sglang.hpp>
+#include <kvtrim/engine/tensor_view.hpp>
+#include <kvtrim/engine/tensorrt_llm.hpp>
+#include <kvtrim/engine/vllm.hpp>
 #include <kvtrim/evict/apply.hpp>
 #include <kvtrim/evict/commit.hpp>
+#include <kvtrim/evict/csr_tables.hpp>
 #include <kvtrim/evict/evict.hpp>
 #include <kvtrim/evict/plan.hpp>
 #include <kvtrim/evict/plan_bytes.hpp>
@@ -74,6 +82,7 @@
 #include <kvtrim/policy/pyramid_kv.hpp>
 #include <kvtrim/policy/q_filter.hpp>
 #include <kvtrim/policy/random.hpp>
+#include <kvtrim/policy/released_pages.hpp>
 #include <kvtrim/policy/rkv.hpp>
 #include <kvtrim/policy/snapkv_selector.hpp>
 #include <kvtrim/policy/streaming_sink.hpp>

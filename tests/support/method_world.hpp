@@ -45,6 +45,7 @@ struct MethodSetup {
   std::int32_t first_name =
       0;  ///< sequence s holds what sequence first_name + s of another world holds
   Keys keys = Keys::random;
+  bool value_in_key = false;        ///< a value is the first features of its key (MLA)
   std::set<std::int32_t> bad = {};  ///< positions whose keys and values are NaN, in all heads
 };
 
@@ -106,6 +107,10 @@ class MethodWorld {
   }
   std::vector<float> value(std::int32_t s, std::int32_t l, std::int32_t h, std::int32_t p) const {
     auto out = numbers(1, s + setup_.first_name, l, h, p, setup_.value_dim);
+    if (setup_.value_in_key) {
+      out = key(s, l, h, p);
+      out.resize(at(setup_.value_dim));
+    }
     if (setup_.bad.contains(p)) { out[at(p % setup_.value_dim)] = nan(); }
     return out;
   }

@@ -45,7 +45,10 @@ struct CacheView {
   /// [sequences, tables_per_sequence] entries behind the used ones that the engine keeps for rows to come (drafts, look-ahead);
   /// null: none.
   const std::int32_t* reserved_pages = nullptr;
-  Writable writable{};             ///< pages that may be written
+  Writable writable{};  ///< pages that may be written
+  /// A row's slot follows from its position (null pages stand where others went), so no row moves: only whole pages leave, and
+  /// never one that the next row falls into.
+  bool fixed_rows = false;
   SequencePlane positions{};       ///< int32, `Position` of each row; absent: row r is position r
   SequencePlane rope_positions{};  ///< int32; absent: the same as the positions
   SequencePlane score_sums{};      ///< float, accumulated scores; absent if no policy needs them

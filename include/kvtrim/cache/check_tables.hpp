@@ -101,14 +101,17 @@ class EntryCheck {
     const auto first = static_cast<std::int32_t>(
         std::min<std::int64_t>(view_.first_row(s) / view_.page_size, used));
     ViewFault fault;
-    const auto sound = [&](std::int32_t e, PageId p) {
-      const Status status = visit(p, l, h);
+    const auto sound = [&](std::int32_t e, PageId p, bool of_values) {
+      const Status status =
+          view_.table.on_step(p, of_values) ? visit(p, l, h) : Status::page_out_of_range;
       if (status != Status::ok) { fault = {status, raw(s), t, e, raw(p), 0}; }
       return status == Status::ok;
     };
     for (std::int32_t e = first; e < end; ++e) {
-      if (!sound(e, view_.table.page(entries[e]))) { return fault; }
-      if (v_offset != 0 && !sound(e, view_.table.page(entries[e + v_offset]))) { return fault; }
+      if (!sound(e, view_.table.page(entries[e]), false)) { return fault; }
+      if (v_offset != 0 && !sound(e, view_.table.page(entries[e + v_offset]), true)) {
+        return fault;
+      }
     }
     for (std::int32_t e = first; !all_writable_ && e < end; ++e) {
       const PageId k = view_.table.page(entries[e]);

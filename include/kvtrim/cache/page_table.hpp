@@ -37,6 +37,9 @@ struct PageTable {
   std::int64_t v_offset = 0;  ///< ids from K's entry to V's (TensorRT-LLM); 0: one id for both
   std::int32_t null_id = -1;  ///< the id that means "no page"
   std::int32_t id_mask = -1;  ///< bits of an entry that hold the id (the others are flags)
+  /// Ids count pieces of a block, so that those of K are multiples of this, and those of V, where they are separate, one more
+  /// (TensorRT-LLM: 2 * layers). 1: any.
+  std::int32_t id_step = 1;
 
   /// First entry of a row.
   [[nodiscard]] KVTRIM_HOST_DEVICE const std::int32_t* row(SequenceId s,
@@ -59,6 +62,10 @@ struct PageTable {
   /// The page an entry names.
   [[nodiscard]] KVTRIM_HOST_DEVICE constexpr PageId page(std::int32_t entry) const noexcept {
     return entry == null_id ? null_page : PageId{entry & id_mask};
+  }
+  /// Whether `p` may be the id of a page of K, or of V.
+  [[nodiscard]] KVTRIM_HOST_DEVICE constexpr bool on_step(PageId p, bool of_values) const noexcept {
+    return id_step <= 1 || raw(p) % id_step == (of_values && v_offset != 0 ? 1 : 0);
   }
 };
 

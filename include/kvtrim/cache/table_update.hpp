@@ -49,11 +49,12 @@ struct TableSinkArchetype {
 /// | expression    | returns   | meaning                                                                         |
 /// |---------------|-----------|---------------------------------------------------------------------------------|
 /// | `s.update(u)` | `void`    | store the table's pages, length and state                                       |
+/// | `s.finish()`  | `void`    | optional: called once, after the last update and before the first release       |
 /// | `s.release(p)`| to `bool` | page `p` left one table: drop one reference; true if nobody holds it any longer |
 ///
 /// `p` is a `ReleasedPage`, or a `PageId` where every page has one count.
 ///
-/// Both are `noexcept`. Semantics the compiler cannot check: all updates come before the first release; the releases of a table
+/// All are `noexcept`. Semantics the compiler cannot check: all updates come before the first release; the releases of a table
 /// come tail first.
 template <class S>
 concept TableSink = requires(S& s, const TableUpdate& u, const ReleasedPage& p) {

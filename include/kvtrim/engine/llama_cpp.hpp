@@ -8,6 +8,7 @@
 #include <kvtrim/core/error.hpp>
 #include <kvtrim/core/status.hpp>
 #include <kvtrim/core/types.hpp>
+#include <kvtrim/engine/tensor_view.hpp>
 #include <kvtrim/evict/plan.hpp>
 
 #include <algorithm>
@@ -18,6 +19,18 @@
 #include <vector>
 
 namespace kvtrim::llama_cpp {
+
+/// The cells of one stream and layer, for engines that have llama.cpp's tensors in hand: keys `[cells, H, D]`, values the same
+/// with flash attention, otherwise transposed, `[H, Dv, cells]`. A cell is a page of one row; the table of a sequence is
+/// `CellMap::rows`. llama.cpp knows each cell's position, so no row moves: whole cells leave, the same in all heads and layers.
+/// \throws as `tensor_view`
+[[nodiscard]] inline CacheView cells_view(const Tensor<3>& keys,
+                                          const Tensor<3>& values,
+                                          bool transposed) {
+  CacheView view = tensor_view(keys, "PHD", values, transposed ? "HDP" : "PHD");
+  view.fixed_rows = true;
+  return view;
+}
 
 /// Positions [begin, end), never negative: the bounds of one `llama_memory_seq_rm` or `llama_memory_seq_add`, where a negative
 /// bound would mean "from the first" or "to the last".

@@ -135,6 +135,10 @@ Report commit(const PlanRef& plan, const CacheView& view, S& sink) noexcept {
                             plan.sources(s, t)});
   }
   if (any && report.status == Status::stale_plan) { report.status = plan.status(); }
+  if constexpr (requires { sink.finish(); }) {
+    static_assert(noexcept(sink.finish()), "kvtrim::commit: a sink's finish() must be noexcept");
+    sink.finish();
+  }
   plan.for_each_evicting([&](SequenceId s, std::int32_t t) {
     const LayerId l = view.first_layer(t);
     const HeadId h = view.first_head(t);

@@ -47,9 +47,11 @@ struct PeakPages {
 
 namespace detail {
 
-// Rows that a cut leaves in a table of `in.live` rows; of heads that share a budget, on average and at most.
+// Rows that a cut by way `way` leaves in a table of `in.live` rows; of heads that share a budget, on average and at most.
 template <Policy P>
-[[nodiscard]] constexpr std::int32_t rows_after_cut(const P& policy, const DemandInput& in) {
+[[nodiscard]] constexpr std::int32_t rows_after_cut(const P& policy,
+                                                    const DemandInput& in,
+                                                    Removal way) {
   const Demand demand = policy.demand(in);
   if (!usable(demand.status) || demand.keep >= in.live) { return in.live; }
   const CandidateRange range = candidates(demand.protection, in.live);
@@ -58,7 +60,7 @@ template <Policy P>
     const bool rounded = policy.adaptive().form == AdaptiveForm::floor_rounded;
     return std::min(in.live, keep + (rounded ? 1 : 0));
   } else if constexpr (PagePolicy<P> || std::is_same_v<decltype(policy.scorer()), NoScores>) {
-    if (!PagePolicy<P> && policy.removal() != Removal::drop_pages) { return keep; }
+    if (!PagePolicy<P> && way != Removal::drop_pages) { return keep; }
     // Whole pages of candidates may go: all of them, or those that exceed the budget.
     const std::int32_t begin = pages_for(range.begin, in.page_size);
     const std::int32_t pages = std::max(0, range.end / in.page_size - begin);
@@ -93,7 +95,7 @@ class PeakFollower {
     hole_ = false;
   }
   constexpr void cut() {
-    const std::int32_t left = rows_after_cut(policy_, in_);
+    const std::int32_t left = rows_after_cut(policy_, in_, policy_.removal());
     if (left == in_.live) { return; }
     hole_ = in_.live - left == 1 && policy_.removal() == Removal::overwrite_slot;
     unequal_ = AdaptivePolicy<P>;

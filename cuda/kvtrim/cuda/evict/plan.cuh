@@ -142,7 +142,7 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(table_threads)
       const PageId v = view.v_page(s, l, h, static_cast<std::int32_t>(e));
       unsigned writable = 0;
       const auto visit = [&](PageId p, unsigned bit) {
-        const bool in_pool = raw(p) >= 0 && raw(p) < view.pages;
+        const bool in_pool = raw(p) >= 0 && raw(p) < view.pages && view.table.on_step(p, bit == 2U);
         const bool may_write = in_pool && view.writable(p, l, h);
         writable |= may_write ? bit : 0U;
         if (verify || e < first_row / view.page_size) { return; }
@@ -281,13 +281,15 @@ __global__ void open_kernel(P policy, CacheView view, DevicePlan plan, OpenInput
       }
       const bool overwrites = table.removal == Removal::overwrite_slot;
       const bool loses_order = overwrites || table.removal == Removal::fill_holes;
-      const bool unrecorded = loses_order && (view.states == nullptr || !view.positions);
+      const bool unrecorded = (loses_order && (view.states == nullptr || !view.positions)) ||
+                              (overwrites && view.last_page_len != nullptr);
       if (unrecorded && input.named) { status = Status::bad_options; }
       if (unrecorded || (overwrites && (live - demand.keep != 1 || state.append_row >= 0 ||
                                         input.out_of_place))) {
         table.removal = Removal::stable_pack;
         table.replaced = true;
       }
+      if (view.fixed_rows && table.removal != Removal::drop_pages) { status = Status::bad_options; }
       if (state.open) { status = Status::step_open; }
       if (state.applied) { status = Status::eviction_open; }
       if (table.removal == Removal::drop_pages && (!state.ordered || state.append_row >= 0)) {

@@ -17,6 +17,14 @@ namespace kvtrim::detail {
   return std::bit_cast<std::int64_t>(p);
 }
 
+// Pages of a pool: every `id_step`th id is one.
+KVTRIM_HOST_DEVICE constexpr void add_pages(Region& r,
+                                            const CacheView& view,
+                                            std::int64_t page_stride) noexcept {
+  const std::int32_t step = view.table.id_step > 1 ? view.table.id_step : 1;
+  r.add(AxisName::page, page_stride * step, view.pages / step + (view.pages % step != 0 ? 1 : 0));
+}
+
 // Where elements of `p` lie; with `layer_bases`, those of one layer.
 KVTRIM_HOST_DEVICE constexpr void fill(Region& r, const CacheView& view, const Plane& p) noexcept {
   const bool whole = p.contiguous_rows();
@@ -29,7 +37,7 @@ KVTRIM_HOST_DEVICE constexpr void fill(Region& r, const CacheView& view, const P
   const bool common_heads = view.scope == TableScope::head && p.head_stride == 0;
   r.add(AxisName::token, p.token_stride, view.page_size);
   r.add(AxisName::head, p.head_stride, common_heads ? 1 : view.kv_heads);
-  r.add(AxisName::page, p.page_stride, view.pages);
+  add_pages(r, view, p.page_stride);
   const bool one_layer = p.layer_bases != nullptr || p.layer_stride == 0;
   r.add(AxisName::layer, p.layer_stride, one_layer ? 1 : view.layers);
   r.close();
@@ -82,7 +90,7 @@ KVTRIM_HOST_DEVICE constexpr void fill(Region& r,
   const std::int32_t each = p.rows_per_entry(view.page_size);
   r.add(AxisName::token, p.token_stride, (std::int64_t{view.page_size} + each - 1) / each);
   r.add(AxisName::head, p.head_stride, p.head_stride == 0 ? 1 : view.kv_heads);
-  r.add(AxisName::page, p.page_stride, p.constant() ? 1 : view.pages);
+  if (!p.constant()) { add_pages(r, view, p.page_stride); }
   r.add(AxisName::layer, p.layer_stride, p.layer_stride == 0 ? 1 : view.layers);
   r.close();
 }

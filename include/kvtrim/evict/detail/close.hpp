@@ -42,6 +42,10 @@ namespace kvtrim::detail::stage {
     gone += span.end(e) - span.begin(e);
     first = std::min(first, e), last = e;
   }
+  if (c.view.fixed_rows && !stays(entries - 1) &&
+      (plan.extent_before + plan.first_row) % c.view.page_size != 0) {
+    return Status::bad_options;  // the next row falls into it, behind rows that are gone
+  }
   plan.live_after = plan.live_before - gone;
   plan.pages_after = pages;
   c.release(stays, first, last + 1);

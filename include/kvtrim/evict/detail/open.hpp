@@ -206,6 +206,11 @@ template <Policy P>
     possible = draft.records_order();
     if (named && !possible) { return false; }
   }
+  // Numbers of rows in the last page cannot say that there is a hole.
+  if (wanted == Removal::overwrite_slot && draft.view.last_page_len != nullptr) {
+    possible = false;
+    if (named) { return false; }
+  }
   if (wanted == Removal::overwrite_slot) {
     const PositionMode positions = draft.header().positions;
     const bool one_victim = plan.live_before - demand.keep == 1 && state.append_row < 0 &&
@@ -283,6 +288,7 @@ template <Policy P, Executor E>
         demand.protection.sinks < options.rerotator->sinks()) {
       status = Status::bad_options;
     }
+    if (view.fixed_rows && plan.removal != Removal::drop_pages) { status = Status::bad_options; }
     if (PagePolicy<P> && plan.removal != Removal::drop_pages) { status = Status::bad_options; }
     if (plan.removal == Removal::drop_pages && (!state.ordered || hole)) {
       status = Status::rows_unordered;
