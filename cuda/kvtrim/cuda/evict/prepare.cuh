@@ -26,7 +26,7 @@ template <Policy P>
   using namespace detail;
   static_cast<void>(policy);
   const SelectBounds bounds = select_bounds(shape);
-  const std::size_t keys = keys_fit(bounds) ? static_cast<std::size_t>(bounds.max_rows) * 4 : 0;
+  const SharedBytes keys = keys_fit(bounds) ? key_bytes(bounds) : SharedBytes{};
   const cudaError_t all[] = {load(clear_kernel<>),
                              load(check_kernel<>),
                              load(layout_kernel<>),

@@ -146,7 +146,9 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(Threads) pool_kernel(CacheView view,
             value = x;
           }
         }
-        if (params.pooling == Pooling::average) { value /= static_cast<float>(params.kernel); }
+        if (params.pooling == Pooling::average) {
+          value = __fdiv_rn(value, static_cast<float>(params.kernel));
+        }
       }
       *reinterpret_cast<float*>(out.row(tile.sequence, tile.layer, tile.head, row)) = value;
     }
@@ -224,7 +226,9 @@ struct WindowMemory {
 ///   of a probability p = exp(x - lse) against exact arithmetic on the same keys, with S = scale * sum |q_d k_d|:
 ///   p (2^-21 + 2^-24 (4 S + 2 |x| + 2 |lse|)) + 2^-126; 16 S instead of 4 S on tensor cores, whose inner rounding is
 ///   not specified; without an LSE, 4 (or 16) times the largest S of the query is added. The same bits for any page size,
-///   page placement and batch
+///   page placement and batch. Under -use_fast_math, without an LSE another p 2^-21 (the logarithm of a sum), with a soft cap
+///   c another p 2^-10 c (the hyperbolic tangent); the rest does not change, as exponentials are approximated in any build and
+///   divisions in none
 /// \par Complexity
 ///   O(query rows * live rows * head_dim), twice that without an LSE; plus O(rows^2) for tables that are out of order
 /// \par Stream

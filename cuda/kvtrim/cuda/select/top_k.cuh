@@ -509,9 +509,12 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(select_threads)
   return b.max_rows > long_rows &&
          static_cast<std::int64_t>(b.sequences) * b.layers * b.kv_heads < multiprocessors();
 }
+/// Shared memory of `select_kernel<true>`: a key per entry.
+[[nodiscard]] inline SharedBytes key_bytes(const SelectBounds& b) noexcept {
+  return {static_cast<std::size_t>(b.max_rows) * 4, sizeof(SelectShared)};
+}
 [[nodiscard]] inline bool keys_fit(const SelectBounds& b) noexcept {
-  return b.max_rows <= shared_keys_at_most &&
-         static_cast<std::size_t>(b.max_rows) * 4 + sizeof(SelectShared) <= block_shared_bytes();
+  return b.max_rows <= shared_keys_at_most && key_bytes(b).fits();
 }
 
 struct SelectWorkspace {
@@ -647,7 +650,7 @@ struct SelectWorkspace {
     return launch(select_kernel<true>,
                   heads,
                   block,
-                  static_cast<std::size_t>(bounds.max_rows) * 4,
+                  key_bytes(bounds),
                   stream,
                   rows,
                   tasks,

@@ -198,7 +198,7 @@ struct Reducer {
     const float divisor = rows == Reduction::mean ? static_cast<float>(votes) : 1.0F;
     KVTRIM_UNROLL
     for (int j = 0; j < Keys; ++j) {
-      const float value = (sum[j] + rest[j]) / divisor;
+      const float value = __fdiv_rn(sum[j] + rest[j], divisor);
       if (votes > 0) {
         group[j] = heads_by == Reduction::max ? fmaxf(group[j], value) : group[j] + value;
       }

@@ -101,10 +101,10 @@ KVTRIM_DEVICE float4 load_query_4(const void* data, std::int64_t offset, DType d
                        __uint_as_float(bits.y << 16U),
                        __uint_as_float(bits.y & 0xFFFF'0000U));
   }
-  return make_float4(f16_to_float(static_cast<std::uint16_t>(bits.x & 0xFFFFU)),
-                     f16_to_float(static_cast<std::uint16_t>(bits.x >> 16U)),
-                     f16_to_float(static_cast<std::uint16_t>(bits.y & 0xFFFFU)),
-                     f16_to_float(static_cast<std::uint16_t>(bits.y >> 16U)));
+  return make_float4(half_to_float(bits.x),
+                     half_to_float(bits.x >> 16U),
+                     half_to_float(bits.y),
+                     half_to_float(bits.y >> 16U));
 }
 
 /// Whether four elements can be loaded at once wherever a row begins.
