@@ -181,6 +181,15 @@ template <class... P>
   return raise_shared_limit(address, shared);
 }
 
+/// The first of some statuses that is an error.
+template <std::size_t N>
+[[nodiscard]] cudaError_t first_error(const cudaError_t (&all)[N]) noexcept {
+  for (const cudaError_t e : all) {
+    if (e != cudaSuccess) { return e; }
+  }
+  return cudaSuccess;
+}
+
 /// Blocks for `items` work items, at most four per multiprocessor: kernels walk the rest with a stride.
 [[nodiscard]] inline unsigned bounded_grid(std::int64_t items) noexcept {
   const std::int64_t most = 4 * static_cast<std::int64_t>(multiprocessors());

@@ -109,7 +109,7 @@ KVTRIM_DEVICE void attend(const AttentionArgs& a,
 
   for (std::int32_t i = begin; i < end; i += stride) {
     const KeyTile tile = tile_at(a.view, a.tiles, i);
-    if (!sums && tile.live <= a.window) { continue; }  // all columns belong to the window
+    if (!sums && tile.live <= a.unscored) { continue; }  // all columns belong to the window
     const QueryRange range = query_range(a, tile.sequence, Product::pad);
 
     // Addresses of all keys first, then all loads, so that no load waits for an address.

@@ -34,6 +34,7 @@ struct AttentionArgs {
   std::int32_t most_queries;  // padded queries per item; the workspace is indexed by it
   std::int32_t most_tiles;    // per table; likewise
   std::int32_t window;        // how many of the last queries vote
+  std::int32_t unscored;      // window scores: last columns that get none
   AttentionUse use;
   Reduction rows;
   Reduction group;
