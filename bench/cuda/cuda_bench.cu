@@ -233,16 +233,15 @@ struct MoveBench {
            bool out_of_place,
            double target) {
     const ByScore policy{rows / 2, removal};
-    const std::size_t bytes = kvtrim::cuda::plan_workspace_bytes(policy, bounds);
+    const kvtrim::cuda::GivenScores given(SequencePlane::dense(scores.data(), 1, heads, rows));
+    const std::size_t bytes = kvtrim::cuda::plan_workspace_bytes(policy, bounds, given);
     const Buffer<std::byte> memory(bytes);
     const kvtrim::cuda::PlanWorkspace workspace{bounds, memory.data(), bytes};
-    kvtrim::cuda::DeviceObservation obs;
-    obs.scores = SequencePlane::dense(scores.data(), 1, heads, rows);
     kvtrim::cuda::DevicePlanOptions options;
     options.out_of_place = out_of_place;
     options.spare_pages = spares.data();
     options.spare_count = spare_count.data();
-    must(kvtrim::cuda::plan(policy, view, obs, workspace, nullptr, options), "plan");
+    must(kvtrim::cuda::plan(policy, view, given, workspace, nullptr, options), "plan");
     must(cudaDeviceSynchronize(), "plan");
     const kvtrim::cuda::DevicePlan made = kvtrim::cuda::device_plan(workspace);
     kvtrim::cuda::DeviceReport report;
@@ -266,7 +265,7 @@ struct MoveBench {
                 target,
                 "percent_of_copy");
     const double planned = median_microseconds(1, [&](cudaStream_t stream, int) {
-      must(kvtrim::cuda::plan(policy, view, obs, workspace, stream, options), "plan");
+      must(kvtrim::cuda::plan(policy, view, given, workspace, stream, options), "plan");
     });
     results.add("plan_" + name + "/sequences:" + std::to_string(sequences) +
                     "/rows:" + std::to_string(rows),

@@ -16,6 +16,7 @@
 #include <kvtrim/cuda/score/window.cuh>
 #include <kvtrim/cuda/select/top_k.cuh>
 #include <kvtrim/policy/heavy_hitter.hpp>
+#include <kvtrim/policy/page_selector.hpp>
 #include <kvtrim/policy/snapkv_selector.hpp>
 #include <kvtrim/policy/streaming_sink.hpp>
 
@@ -33,7 +34,9 @@ cudaError_t use_all_kernels(const CacheView& view,
                             const cuda::PlanWorkspace& workspace,
                             const cuda::DeviceTables& tables,
                             cudaStream_t stream) {
-  cudaError_t e = cuda::prepare(StreamingSink(), workspace.shape);
+  cudaError_t e = cuda::prepare(StreamingSink(), view, obs, workspace.shape);
+  if (e == cudaSuccess) { e = cuda::prepare(SnapKVSelector(), view, obs, workspace.shape); }
+  if (e == cudaSuccess) { e = cuda::plan(PageSelector(), view, obs, workspace, stream); }
   if (e == cudaSuccess) { e = cuda::plan(StreamingSink(), view, obs, workspace, stream); }
   if (e == cudaSuccess) { e = cuda::plan(HeavyHitter(), view, obs, workspace, stream); }
   if (e == cudaSuccess) { e = cuda::plan(SnapKVSelector(), view, obs, workspace, stream); }

@@ -9,7 +9,9 @@
 
 #include <cstdio>
 #include <cstdlib>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <new>
 #include <numeric>
 
@@ -444,9 +446,36 @@ void run_block(Block& b, std::vector<Lane>& lanes, dim3 dim, std::size_t shared_
   if (b.dynamic != nullptr) { device_free(b.dynamic); }
 }
 
-cudaError_t refuse(std::string text) {
+cudaError_t refuse(std::string text, cudaError_t status = cudaErrorInvalidConfiguration) {
   last_message = std::move(text);
-  return cudaErrorInvalidConfiguration;
+  return status;
+}
+
+// --- what the runtime knows of kernels: host threads share it ------------------------------------------------
+std::mutex kernels_mutex;
+std::map<std::pair<int, const void*>, Kernel>& kernels() {
+  static std::map<std::pair<int, const void*>, Kernel> known;
+  return known;
+}
+
+// Whether a block may have so much shared memory: the launch's limit is 48 KiB for static and dynamic arrays together, or what
+// the attribute says for the dynamic one, and the attribute can only be set to what static arrays leave.
+void check_shared(const Block& b) {
+  const std::size_t all = b.static_bytes + b.dynamic_bytes;
+  const auto words = [&] {
+    return std::to_string(b.static_bytes) + " static + " + std::to_string(b.dynamic_bytes) +
+           " dynamic bytes of shared memory, limit " + std::to_string(b.shared_limit);
+  };
+  if (b.static_bytes > static_shared_bytes) { fail("more than 48 KiB of static shared memory"); }
+  if (b.shared_limit < 0 ? all > static_shared_bytes
+                         : b.dynamic_bytes > static_cast<std::size_t>(b.shared_limit) &&
+                               all > static_shared_bytes) {
+    fail("the launch would fail: " + words());
+  }
+  if (b.shared_limit >= 0 &&
+      b.static_bytes + static_cast<std::size_t>(b.shared_limit) > block_shared_bytes) {
+    fail("the limit could not have been set: " + words());
+  }
 }
 
 }  // namespace
@@ -668,7 +697,7 @@ void* static_shared_memory(const void* key, std::size_t bytes) {
     if (a.key == key) { return a.memory; }
   }
   b.static_bytes += bytes;
-  if (b.static_bytes > static_shared_bytes) { fail("more than 48 KiB of static shared memory"); }
+  check_shared(b);
   void* const memory = device_allocate(bytes, "shared memory");
   if (hooks.remove != nullptr) {
     hooks.remove(memory);
@@ -697,11 +726,23 @@ void device_written(const void* p, std::size_t bytes) {
   if (hooks.written != nullptr) { hooks.written(p, bytes); }
 }
 
-cudaError_t run_grid(dim3 grid,
-                     dim3 block,
-                     std::size_t shared_bytes,
-                     void (*entry)(void*),
-                     void* arguments) noexcept {
+std::vector<Launch>& launches() {
+  static std::vector<Launch> list;
+  return list;
+}
+
+Kernel kernel_state(const void* kernel) {
+  const std::lock_guard lock(kernels_mutex);
+  return kernels()[{device, kernel}];
+}
+void unload_kernels() {
+  const std::lock_guard lock(kernels_mutex);
+  kernels().clear();
+}
+
+cudaError_t admit(const Launch& launch) noexcept {
+  const dim3 block = launch.block;
+  const dim3 grid = launch.grid;
   const std::uint64_t threads = std::uint64_t{block.x} * block.y * block.z;
   const std::uint64_t blocks = std::uint64_t{grid.x} * grid.y * grid.z;
   if (threads == 0 || threads > most_threads || block.z > 64) {
@@ -710,8 +751,26 @@ cudaError_t run_grid(dim3 grid,
   if (blocks == 0 || grid.x > 0x7FFF'FFFFU || grid.y > 65535 || grid.z > 65535) {
     return refuse("invalid grid size");
   }
-  if (shared_bytes > block_shared_bytes) { return refuse("too much dynamic shared memory"); }
+  if (launch.dynamic_bytes > block_shared_bytes) {
+    return refuse("too much dynamic shared memory");
+  }
   if (current != nullptr) { return refuse("a kernel launches a kernel"); }
+  {
+    const std::lock_guard lock(kernels_mutex);
+    Kernel& kernel = kernels()[{device, launch.kernel}];
+    if (capture != nullptr && !kernel.loaded) {
+      return refuse("a capture would load a kernel", cudaErrorStreamCaptureUnsupported);
+    }
+    kernel.loaded = true;
+  }
+  launches().push_back(launch);
+  return cudaSuccess;
+}
+
+cudaError_t run_grid(const Launch& launch, void (*entry)(void*), void* arguments) noexcept {
+  const dim3 block = launch.block;
+  const dim3 grid = launch.grid;
+  const std::uint64_t blocks = std::uint64_t{grid.x} * grid.y * grid.z;
   last_message.clear();
   last_failed = false;
   if (hooks.launched != nullptr) { hooks.launched(); }
@@ -720,7 +779,14 @@ cudaError_t run_grid(dim3 grid,
   Block& b = *machine;
   b.entry = entry;
   b.arguments = arguments;
+  b.dynamic_bytes = launch.dynamic_bytes;
+  b.shared_limit = kernel_state(launch.kernel).shared_limit;
+  b.static_bytes = 0;
   b.random = options().seed * 0x9E37'79B9'7F4A'7C15U | 1U;
+  const auto limit = static_cast<std::size_t>(std::max(0, b.shared_limit));
+  if (launch.dynamic_bytes > std::max(static_shared_bytes, limit)) {
+    return refuse("dynamic shared memory beyond the kernel's limit", cudaErrorInvalidValue);
+  }
   std::vector<std::uint32_t> order(blocks);
   std::iota(order.begin(), order.end(), 0U);
   if (options().schedule == Schedule::reverse) { std::reverse(order.begin(), order.end()); }
@@ -734,10 +800,56 @@ cudaError_t run_grid(dim3 grid,
   for (const std::uint32_t i : order) {
     geometry.block = {i % grid.x, i / grid.x % grid.y, i / (grid.x * grid.y)};
     b.linear = i;
-    run_block(b, lanes, block, shared_bytes);
+    run_block(b, lanes, block, launch.dynamic_bytes);
     if (last_failed) { return cudaErrorLaunchFailure; }
+    if (!launches().empty() && launches().back().kernel == launch.kernel) {
+      std::size_t& seen = launches().back().static_bytes;
+      seen = std::max(seen, b.static_bytes);
+    }
   }
   return cudaSuccess;
 }
 
 }  // namespace kvtrim::emulator
+
+using namespace kvtrim::emulator;
+
+cudaError_t cudaGetDevice(int* now) {
+  *now = device;
+  return cudaSuccess;
+}
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  if (attribute == cudaDevAttrMultiProcessorCount) {
+    *value = multiprocessors;
+  } else if (attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin) {
+    *value = static_cast<int>(block_shared_bytes);
+  } else {
+    return refuse("an attribute that the emulator does not have", cudaErrorInvalidValue);
+  }
+  return cudaSuccess;
+}
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* kernel) {
+  const std::lock_guard lock(kernels_mutex);
+  Kernel& known = kernels()[{device, kernel}];
+  if (capture != nullptr && !known.loaded) {
+    return refuse("a capture would load a kernel", cudaErrorStreamCaptureUnsupported);
+  }
+  known.loaded = true;
+  *attributes = {};
+  return cudaSuccess;
+}
+cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute attribute, int value) {
+  if (capture != nullptr) {
+    return refuse("an attribute is set in a capture", cudaErrorStreamCaptureUnsupported);
+  }
+  if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize || value < 0 ||
+      static_cast<std::size_t>(value) > block_shared_bytes) {
+    return refuse("an attribute that cannot be set", cudaErrorInvalidValue);
+  }
+  const std::lock_guard lock(kernels_mutex);
+  Kernel& known = kernels()[{device, kernel}];
+  known.loaded = true;
+  known.shared_limit = value;
+  ++known.times_set;
+  return cudaSuccess;
+}

@@ -20,10 +20,12 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <string>
 #include <tuple>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -38,6 +40,7 @@ namespace kvtrim::emulator {
 inline int multiprocessors = 4;
 inline std::size_t block_shared_bytes = 227U * 1024U;
 inline constexpr std::size_t static_shared_bytes = 48U * 1024U;
+inline thread_local int device = 0;  // the host thread's current one
 
 /// In which order blocks, warps and lanes run.
 enum class Schedule : std::uint8_t { in_order, reverse, random };
@@ -150,32 +153,71 @@ std::uint64_t atomic_update(void* address,
                             std::uint64_t (*next)(std::uint64_t old, const std::uint64_t* operands),
                             const std::uint64_t* operands);
 
-cudaError_t run_grid(dim3 grid,
-                     dim3 block,
-                     std::size_t shared_bytes,
-                     void (*entry)(void*),
-                     void* arguments) noexcept;
+/// A launch as the runtime sees it.
+struct Launch {
+  const void* kernel = nullptr;
+  cudaStream_t stream = nullptr;
+  dim3 grid;
+  dim3 block;
+  std::size_t dynamic_bytes = 0;    // of shared memory
+  std::size_t static_bytes = 0;     // of shared memory, as far as the kernel came by its arrays
+  std::size_t parameter_bytes = 0;  // of the kernel
+};
+/// Every launch since the list was cleared, those into a capture too.
+std::vector<Launch>& launches();
+
+/// What the runtime knows of a kernel on one device.
+struct Kernel {
+  bool loaded = false;
+  int shared_limit = -1;  // cudaFuncAttributeMaxDynamicSharedMemorySize; -1: never set
+  int times_set = 0;
+};
+/// The kernel's on the current device.
+Kernel kernel_state(const void* kernel);
+/// Forgets all kernels, as in a process that has just begun.
+void unload_kernels();
+
+/// A stream capture: while one is under way, launches are kept instead of run, and what would load a kernel or set an
+/// attribute fails.
+class Graph {
+ public:
+  /// Runs what was captured; the status of the first launch that fails.
+  [[nodiscard]] cudaError_t run() const {
+    for (const auto& node : nodes) {
+      if (const cudaError_t e = node(); e != cudaSuccess) { return e; }
+    }
+    return cudaSuccess;
+  }
+  std::vector<std::function<cudaError_t()>> nodes;
+};
+inline Graph* capture = nullptr;
+
+/// Whether the launch may take place; `run_grid` follows unless it goes into a capture.
+cudaError_t admit(const Launch& launch) noexcept;
+cudaError_t run_grid(const Launch& launch, void (*entry)(void*), void* arguments) noexcept;
 
 template <class... P>
 cudaError_t launch(void (*kernel)(P...),
-                   dim3 grid,
-                   dim3 block,
-                   std::size_t shared_bytes,
+                   const Launch& what,
                    std::type_identity_t<P>... values) noexcept {
   struct Call {
     void (*kernel)(P...);
     std::tuple<P...> values;
   };
-  Call call{kernel, {values...}};
-  return run_grid(
-      grid,
-      block,
-      shared_bytes,
-      [](void* c) {
-        auto* self = static_cast<Call*>(c);
-        std::apply(self->kernel, self->values);
-      },
-      &call);
+  if (const cudaError_t e = admit(what); e != cudaSuccess) { return e; }
+  const auto run = [](const Launch& where, Call call) {
+    return run_grid(
+        where,
+        [](void* c) {
+          auto* self = static_cast<Call*>(c);
+          std::apply(self->kernel, self->values);
+        },
+        &call);
+  };
+  const Call call{kernel, {values...}};
+  if (capture == nullptr) { return run(what, call); }
+  capture->nodes.push_back([what, call, run] { return run(what, call); });
+  return cudaSuccess;
 }
 
 /// Memory that kernels may use: exactly as large as requested, filled with 0xFF, known to the race checker.
@@ -203,6 +245,12 @@ extern const Collective shuffle_index, shuffle_up, shuffle_down, shuffle_xor, ba
     reduce_max_signed, reduce_and, reduce_or, reduce_xor;
 
 }  // namespace kvtrim::emulator
+
+// --- the runtime's functions that launchers call ----------------------------------------------------------------------
+cudaError_t cudaGetDevice(int* device);
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device);
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* kernel);
+cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute attribute, int value);
 
 // --- CUDA's names ----------------------------------------------------------------------------------------------------
 #define threadIdx (::kvtrim::emulator::current->thread)

@@ -42,6 +42,8 @@ struct Block {
   Lane host;  // the launching thread's own context
   std::vector<SharedArray> arrays;
   std::size_t static_bytes = 0;
+  std::size_t dynamic_bytes = 0;
+  int shared_limit = -1;  // of the kernel, as the launch found it
   void* dynamic = nullptr;
   void (*entry)(void*) = nullptr;
   void* arguments = nullptr;

@@ -8,6 +8,11 @@
 #include <cstring>
 #include <limits>
 
+// nvcc's own default is C++17.
+#if __cplusplus < 202002L
+#  error "kvtrim: compile with -std=c++20"
+#endif
+
 // Compensated sums, NaN and infinities need arithmetic as it is written: without it sums lose digits and a query that
 // overflows makes every score NaN.
 #if defined(__FAST_MATH__) || (defined(__FINITE_MATH_ONLY__) && __FINITE_MATH_ONLY__ == 1)

@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <limits>
 #include <memory>
 #include <numeric>
@@ -51,7 +52,11 @@ struct WorldShape {
   bool scales = false;                // a page plane of 6 bytes per row and head
   std::int32_t tokens_per_scale = 1;  // rows of a page that have a scale in common; 0: all
   bool separate_values = false;
-  bool flags = false;  // a bit beside the id of every second entry
+  bool flags = false;                 // a bit beside the id of every second entry
+  std::int32_t reserved = 0;          // entries behind the used ones of every table
+  bool counters = false;              // `CacheView::generations`
+  bool unrotated = false;             // keys before RoPE, layer by layer
+  std::int32_t value_base_shift = 0;  // bytes that the values of layer l begin later: l times this
   std::uint32_t seed = 1;
 };
 
@@ -68,6 +73,9 @@ struct WorldArrays {
   Array<SequenceState> states;
   Array<PagePlane> page_planes;
   Array<std::byte*> layer_bases;
+  Array<std::int32_t> reserved;
+  Array<std::uint64_t> counters;
+  Array<std::byte> unrotated;
 };
 template <class T>
 using HostArray = std::vector<T>;
@@ -107,7 +115,8 @@ class World {
       host_.first_rows[static_cast<std::size_t>(s)] = first;
       for (std::int32_t t = 0; t < tables; ++t) {
         const bool hole = shape.holes && s % 2 == 1;
-        const std::int32_t room = capacity - first - (hole ? 1 : 0);
+        const std::int32_t room =
+            capacity - shape.reserved * shape.page_size - first - (hole ? 1 : 0);
         const std::int32_t live =
             s == 0 ? room : 1 + static_cast<std::int32_t>(random() % static_cast<unsigned>(room));
         SequenceState state;
@@ -120,7 +129,10 @@ class World {
         state.generation = random() % 100;
         state.rows_at_eviction = shape.shuffled ? live - 1 : 0;
         host_.states.push_back(state);
-        const std::int32_t used = pages_for(state.extent() + first, shape.page_size);
+        const std::int32_t used =
+            pages_for(state.extent() + first, shape.page_size) + shape.reserved;
+        host_.reserved.push_back(shape.reserved);
+        host_.counters.push_back(random() % 100);
         for (std::int32_t e = 0; e < used; ++e) {
           const std::size_t at =
               static_cast<std::size_t>((s * tables + t) * shape.max_pages * each + e);
@@ -154,16 +166,21 @@ class World {
       }
     }
     host_.page_planes.resize(shape.scales ? 1 : 0);
-    host_.layer_bases.resize(shape.layout == WorldLayout::layer_bases ||
-                                     shape.layout == WorldLayout::latent_bases
-                                 ? static_cast<std::size_t>(2 * shape.layers)
-                                 : 0);
+    host_.layer_bases.resize(
+        shape.layout == WorldLayout::layer_bases || shape.layout == WorldLayout::latent_bases
+            ? static_cast<std::size_t>((shape.unrotated ? 3 : 2) * shape.layers)
+            : 0);
+    host_.pool.resize(host_.pool.size() +
+                      static_cast<std::size_t>(shape.value_base_shift * shape.layers));
+    host_.unrotated.resize(shape.unrotated ? static_cast<std::size_t>(half()) : 0);
+    for (std::byte& b : host_.unrotated) { b = static_cast<std::byte>(random()); }
     device_ = std::make_unique<Device>(*this);
-    fill_pointers(host_, host_.pool.data(), host_.scales.data());
+    fill_pointers(host_, host_.pool.data(), host_.scales.data(), host_.unrotated.data());
     WorldArrays<HostArray> pointers;
     pointers.page_planes.resize(host_.page_planes.size());
     pointers.layer_bases.resize(host_.layer_bases.size());
-    fill_pointers(pointers, device_->pool.data(), device_->scales.data());
+    fill_pointers(
+        pointers, device_->pool.data(), device_->scales.data(), device_->unrotated.data());
     device_->page_planes.upload(pointers.page_planes);
     device_->layer_bases.upload(pointers.layer_bases);
   }
@@ -178,10 +195,17 @@ class World {
   [[nodiscard]] std::string difference() const {
     if (device_->pool.download() != host_.pool) { return "pages"; }
     if (device_->scales.download() != host_.scales) { return "scales"; }
+    if (device_->unrotated.download() != host_.unrotated) { return "unrotated keys"; }
+    if (device_->counters.download() != host_.counters) { return "counters"; }
     if (device_->ids.download() != host_.ids) { return "page ids"; }
     if (device_->positions.download() != host_.positions) { return "positions"; }
-    if (device_->sums.download() != host_.sums) { return "sums"; }
-    if (device_->compensations.download() != host_.compensations) { return "compensations"; }
+    const auto same_bits = [](const std::vector<float>& a, const std::vector<float>& b) {
+      return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * 4) == 0;  // NaN too
+    };
+    if (!same_bits(device_->sums.download(), host_.sums)) { return "sums"; }
+    if (!same_bits(device_->compensations.download(), host_.compensations)) {
+      return "compensations";
+    }
     const auto states = device_->states.download();
     for (std::size_t i = 0; i < states.size(); ++i) {
       const SequenceState& a = states[i];
@@ -207,7 +231,10 @@ class World {
           compensations(w.host_.compensations, "compensations"),
           states(w.host_.states, "states"),
           page_planes(w.host_.page_planes.size(), "page planes"),
-          layer_bases(w.host_.layer_bases.size(), "layer bases") {}
+          layer_bases(w.host_.layer_bases.size(), "layer bases"),
+          reserved(w.host_.reserved, "reserved pages"),
+          counters(w.host_.counters, "generations"),
+          unrotated(w.host_.unrotated, "unrotated keys") {}
     DeviceBuffer<std::byte> pool;
     DeviceBuffer<std::byte> scales;
     DeviceBuffer<std::int32_t> ids;
@@ -218,6 +245,9 @@ class World {
     DeviceBuffer<SequenceState> states;
     DeviceBuffer<PagePlane> page_planes;
     DeviceBuffer<std::byte*> layer_bases;
+    DeviceBuffer<std::int32_t> reserved;
+    DeviceBuffer<std::uint64_t> counters;
+    DeviceBuffer<std::byte> unrotated;
   };
   [[nodiscard]] WorldArrays<HostArray>& host() { return host_; }
   [[nodiscard]] Device& device() { return *device_; }
@@ -228,13 +258,21 @@ class World {
            pages_ * shape_.page_size * shape_.kv_heads;
   }
 
-  void fill_pointers(WorldArrays<HostArray>& arrays, std::byte* pool, std::byte* scales) const {
-    for (std::size_t l = 0; 2 * l < arrays.layer_bases.size(); ++l) {
-      arrays.layer_bases[l] = pool + static_cast<std::int64_t>(l) * half() / shape_.layers;
-      arrays.layer_bases[l + static_cast<std::size_t>(shape_.layers)] =
-          pool + half() +
-          static_cast<std::int64_t>(l) * (static_cast<std::int64_t>(host_.pool.size()) - half()) /
-              shape_.layers;
+  void fill_pointers(WorldArrays<HostArray>& arrays,
+                     std::byte* pool,
+                     std::byte* scales,
+                     std::byte* unrotated) const {
+    const auto layers = static_cast<std::size_t>(shape_.layers);
+    const std::int64_t shift = shape_.value_base_shift;
+    const std::int64_t values =
+        static_cast<std::int64_t>(host_.pool.size()) - half() - shift * shape_.layers;
+    for (std::size_t l = 0; l < layers && !arrays.layer_bases.empty(); ++l) {
+      const auto n = static_cast<std::int64_t>(l);
+      arrays.layer_bases[l] = pool + n * half() / shape_.layers;
+      arrays.layer_bases[l + layers] = pool + half() + n * values / shape_.layers + n * shift;
+      if (shape_.unrotated) {
+        arrays.layer_bases[l + 2 * layers] = unrotated + n * half() / shape_.layers;
+      }
     }
     if (!arrays.page_planes.empty()) {
       PagePlane& p = arrays.page_planes[0];
@@ -310,6 +348,15 @@ class World {
     if (shape_.layout == WorldLayout::latent_bases) {
       v.k.layer_bases = v.v.layer_bases = a.layer_bases.data();
     }
+    if (shape_.unrotated) {
+      v.unrotated_keys = Plane::nhd(a.unrotated.data(), k);
+      v.unrotated_keys.layer_stride = v.k.layer_stride;
+      if (!host_.layer_bases.empty()) {
+        v.unrotated_keys.layer_bases = a.layer_bases.data() + 2 * shape_.layers;
+      }
+    }
+    if (shape_.reserved > 0) { v.reserved_pages = a.reserved.data(); }
+    if (shape_.counters) { v.generations = a.counters.data(); }
     const std::int32_t tables = v.tables_per_sequence();
     v.table.ids = a.ids.data();
     if (shape_.flags) { v.table.id_mask = std::numeric_limits<std::int32_t>::max(); }

@@ -39,6 +39,10 @@ static_assert(Policy<ByScore>);
 
 /// `kvtrim::plan` with memory of its own; host_reference.cpp lists the policies that it is compiled for.
 template <class P>
-Plan host_plan(const P& policy, const CacheView& view, const Observation& obs, Removal removal);
+Plan host_plan(const P& policy,
+               const CacheView& view,
+               const Observation& obs,
+               Removal removal,
+               ReservedPages reserved = ReservedPages::follow);
 
 }  // namespace kvtrim::test

@@ -7,117 +7,27 @@
 #include <kvtrim/evict/apply.hpp>
 #include <kvtrim/evict/commit.hpp>
 #include <kvtrim/evict/plan_bytes.hpp>
+#include <kvtrim/policy/page_selector.hpp>
 
 #include "catch.hpp"
-#include "cuda/evict/device_world.hpp"
-#include "cuda/evict/host_reference.hpp"
+#include "cuda/evict/both_sides.hpp"
 
 #include <algorithm>
 #include <memory>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 namespace {
 
 using namespace kvtrim;
 using kvtrim::test::DeviceBuffer;
+using kvtrim::test::DeviceSide;
+using kvtrim::test::ok;
+using kvtrim::test::same;
 using kvtrim::test::World;
 using kvtrim::test::WorldLayout;
 using kvtrim::test::WorldShape;
-
-/// A device plan's memory and its report.
-struct DeviceSide {
-  template <class P>
-  DeviceSide(World& world, const P& policy)
-      : memory(cuda::plan_workspace_bytes(policy, plan_shape(world.host_view())), "workspace") {
-    workspace = {plan_shape(world.host_view()), memory.data(), memory.size()};
-  }
-  [[nodiscard]] cuda::DeviceReport report() const {
-    std::vector<std::byte> all = memory.download();
-    cuda::DeviceReport r;
-    std::memcpy(&r,
-                all.data() + (reinterpret_cast<std::byte*>(cuda::device_plan(workspace).report) -
-                              memory.data()),
-                sizeof r);
-    return r;
-  }
-  [[nodiscard]] std::vector<std::int32_t> released(std::int32_t count) const {
-    std::vector<std::byte> all = memory.download();
-    std::vector<std::int32_t> list(static_cast<std::size_t>(count));
-    if (count > 0) {
-      std::memcpy(
-          list.data(),
-          all.data() +
-              (reinterpret_cast<std::byte*>(cuda::device_plan(workspace).released) - memory.data()),
-          list.size() * 4);
-    }
-    return list;
-  }
-  DeviceBuffer<std::byte> memory;
-  cuda::PlanWorkspace workspace;
-};
-
-void ok(cudaError_t e) {
-  INFO(kvtrim::test::device_message());
-  REQUIRE(e == cudaSuccess);
-}
-
-/// Both sides plan, apply and commit; afterwards not a byte may differ.
-template <class P>
-void same(World& world,
-          const P& policy,
-          Removal removal = Removal::automatic,
-          bool given_scores = false,
-          std::int32_t layer_offset = 0) {
-  Observation obs;
-  cuda::DeviceObservation device_obs;
-  if (given_scores) {
-    obs.scores = world.host_view().score_sums;
-    device_obs.scores = world.device_view().score_sums;
-  }
-  CacheView host = world.host_view();
-  CacheView device = world.device_view();
-  host.layer_offset = device.layer_offset = layer_offset;
-  host.model_layers = device.model_layers = layer_offset == 0 ? 0 : layer_offset + host.layers + 1;
-  Plan wanted = kvtrim::test::host_plan(policy, host, obs, removal);
-  const PlanRef want = wanted.ref();
-
-  DeviceSide side(world, policy);
-  cuda::DevicePlanOptions options;
-  options.removal = removal;
-  ok(cuda::plan(policy, device, device_obs, side.workspace, nullptr, options));
-  ok(kvtrim::test::finish());
-  const cuda::DeviceReport planned = side.report();
-  CHECK(to_string(planned.status) == to_string(want.status()));
-  CHECK(planned.nan_count == want.nan_count());
-  CHECK(planned.kept == want.kept_rows());
-  CHECK(planned.evicted == want.evicted_rows());
-  CHECK(planned.bytes_moved == want.bytes_moved());
-
-  ok(cuda::apply(side.workspace, device, nullptr));
-  const Status applied = apply(want, host);
-  CHECK(world.difference() == "");
-
-  // The host's tables are written by its own sink, the device's by `commit`.
-  std::vector<PageId> freed(static_cast<std::size_t>(world.pages()));
-  DenseTables sink(host, world.host().ids.data(), nullptr, nullptr, freed);
-  const Report report = commit(want, host, sink);
-  DeviceBuffer<std::int32_t> device_freed(static_cast<std::size_t>(world.pages()), "freed pages");
-  DeviceBuffer<std::int32_t> count(1, "freed count");
-  cuda::DeviceTables tables;
-  tables.ids = world.device().ids.data();
-  tables.freed = device_freed.data();
-  tables.freed_count = count.data();
-  ok(cuda::commit(side.workspace, device, tables, nullptr));
-  ok(kvtrim::test::finish());
-  CHECK(world.difference() == "");
-  if (applied != Status::ok) { return; }
-  CHECK(usable(report.status));
-  const auto list = side.released(planned.released);
-  REQUIRE(list.size() == sink.freed().size());
-  for (std::size_t i = 0; i < list.size(); ++i) { CHECK(list[i] == raw(sink.freed()[i])); }
-  CHECK(count.download()[0] == planned.released);
-}
 
 }  // namespace
 
@@ -186,7 +96,7 @@ TEST_CASE("cuda::plan: ready-made scores, in every layout", "[cuda][parity]") {
   const Removal removal = GENERATE(Removal::automatic, Removal::fill_holes);
   CAPTURE(static_cast<int>(shape.layout), static_cast<int>(removal));
   World world(shape);
-  same(world, kvtrim::test::ByScore{11, {2, 4}, Removal::stable_pack}, removal, true);
+  same(world, kvtrim::test::ByScore{11, {2, 4}, Removal::stable_pack}, removal);
 }
 
 TEST_CASE("C08 cuda::plan: values that are part of the keys move once, and none at all are none",
@@ -202,8 +112,7 @@ TEST_CASE("C08 cuda::plan: values that are part of the keys move once, and none 
   same(world,
        kvtrim::test::ByScore{
            removal == Removal::overwrite_slot ? 31 : 11, {2, 4}, Removal::stable_pack},
-       removal,
-       true);
+       removal);
 }
 
 TEST_CASE("C08 cuda::plan: keys and values that overlap, or no keys, are refused before any launch",
@@ -318,7 +227,7 @@ TEST_CASE(
   const std::int32_t keep = removal == Removal::overwrite_slot ? 31 : GENERATE(11, 30);
   CAPTURE(shape.tokens_per_scale, shape.padding, static_cast<int>(removal), keep);
   World world(shape);
-  same(world, kvtrim::test::ByScore{keep, {2, 4}, Removal::stable_pack}, removal, true);
+  same(world, kvtrim::test::ByScore{keep, {2, 4}, Removal::stable_pack}, removal);
 }
 
 TEST_CASE("C07 cuda::plan: moves inside an entry's rows are legal, others are not",
@@ -345,7 +254,7 @@ TEST_CASE("C07 cuda::plan: moves inside an entry's rows are legal, others are no
   const Plan plan = kvtrim::test::host_plan(policy, world.host_view(), obs, removal);
   const bool legal = gone == 14 || (gone == 13 && shape.tokens_per_scale == 0);
   CHECK(to_string(plan.view().status()) == (legal ? "ok" : "planes_disagree"));
-  same(world, policy, removal, true);
+  same(world, policy, removal);
 }
 
 TEST_CASE("C07 cuda::plan: an entry that is no whole part of a page is refused, so is a way out",
@@ -388,11 +297,8 @@ TEST_CASE(
     CHECK(cuda::apply(side.workspace, view, nullptr) == cudaErrorInvalidValue);
   }
   const std::int32_t offset = GENERATE(0, 2);
-  same(world,
-       kvtrim::test::ByScore{8, {2, 4}, Removal::stable_pack, 3},
-       Removal::automatic,
-       true,
-       offset);
+  same(
+      world, kvtrim::test::ByScore{8, {2, 4}, Removal::stable_pack, 3}, Removal::automatic, offset);
 }
 
 TEST_CASE("C15 cuda::commit: entries that stay keep their flag bits", "[cuda][parity][fault]") {
@@ -406,7 +312,7 @@ TEST_CASE("C15 cuda::commit: entries that stay keep their flag bits", "[cuda][pa
   const Removal removal = GENERATE(Removal::drop_pages, Removal::stable_pack);
   World world(shape);
   const std::int32_t keep = shape.max_pages;
-  same(world, kvtrim::test::ByScore{keep, {2, 4}, Removal::stable_pack}, removal, true);
+  same(world, kvtrim::test::ByScore{keep, {2, 4}, Removal::stable_pack}, removal);
   const auto& ids = world.host().ids;
   CHECK(std::count_if(ids.begin(), ids.end(), [](std::int32_t e) { return e < -1; }) > 0);
 }
@@ -482,7 +388,7 @@ TEST_CASE("C01 cuda::commit: other sequences go on after apply, a changed table 
   cuda::DeviceTables tables;
   tables.ids = world.device().ids.data();
   ok(cuda::commit(side.workspace, device, tables, nullptr));
-  CHECK(side.report().status == (torn ? Status::stale_plan : Status::ok));
+  CHECK(side.report().status == (torn ? Status::torn : Status::ok));
   const auto after = world.device().states.download();
   CHECK(after[evicting].live_rows == (torn ? longest : longest - 1));
 }
@@ -518,22 +424,295 @@ TEST_CASE("C04 C05 C11 cuda::plan: states and orders that the host refuses, the 
   CHECK(world.difference() == "");
 }
 
-TEST_CASE(
-    "C10 C13 cuda::plan: reserved pages and counters per table are not known on the device yet",
-    "[cuda][fault]") {
-  World world(WorldShape{});
-  const HeavyHitter policy({.heavy = 4, .recent = 2});
-  DeviceSide side(world, policy);
-  CacheView view = world.device_view();
-  const std::int32_t reserved = 0;
-  std::uint64_t counter = 0;
-  const bool pages = GENERATE(false, true);
-  if (pages) { view.reserved_pages = &reserved; }
-  if (!pages) { view.generations = &counter; }
-  CHECK(cuda::plan(policy, view, {}, side.workspace, nullptr) == cudaErrorInvalidValue);
-  CHECK(cuda::apply(side.workspace, view, nullptr) == cudaErrorInvalidValue);
+TEST_CASE("C10 C13 cuda::plan: reserved pages and counters per table, as on the host",
+          "[cuda][parity][fault]") {
+  WorldShape shape;
+  shape.reserved = GENERATE(0, 1, 3);
+  shape.counters = GENERATE(false, true);
+  shape.states = true;
+  shape.padding = GENERATE(false, true);
+  shape.scope = GENERATE(TableScope::group, TableScope::head);
+  shape.separate_values = shape.padding;
+  const Removal removal = GENERATE(Removal::drop_pages, Removal::stable_pack, Removal::fill_holes);
+  const ReservedPages reserved = GENERATE(ReservedPages::follow, ReservedPages::release);
+  CAPTURE(shape.reserved,
+          shape.counters,
+          shape.padding,
+          static_cast<int>(shape.scope),
+          static_cast<int>(removal),
+          static_cast<int>(reserved));
+  World world(shape);
+  same(world, kvtrim::test::ByScore{6, {2, 2}, Removal::stable_pack}, removal, 0, reserved);
+}
+
+TEST_CASE("C10 cuda::plan: reserved entries that are bad, or beyond the table, are found",
+          "[cuda][parity][fault]") {
+  WorldShape shape;
+  shape.reserved = 2;
+  World world(shape);
+  const int what = GENERATE(0, 1, 2);
+  const SequenceState& state = world.host().states[1];
+  const std::int32_t used = pages_for(state.extent(), shape.page_size);
+  auto& ids = world.host().ids;
+  const auto entry = static_cast<std::size_t>(shape.max_pages + used);
+  if (what == 0) { ids[entry] = world.pages(); }
+  if (what == 1) { ids[entry] = ids[0]; }
+  if (what == 2) { world.host().reserved[1] = shape.max_pages; }
+  world.device().ids.upload(ids);
+  world.device().reserved.upload(world.host().reserved);
+  World sound(shape);
+  const HeavyHitter policy({.heavy = 2, .recent = 1});
+  const Plan wanted = kvtrim::test::host_plan(policy, world.host_view(), {}, Removal::automatic);
+  CHECK_FALSE(usable(wanted.view().status()));
+  DeviceSide side(sound, policy);
+  ok(cuda::plan(policy, world.device_view(), {}, side.workspace, nullptr));
+  CHECK(to_string(side.report().status) == to_string(wanted.view().status()));
+  ok(cuda::apply(side.workspace, world.device_view(), nullptr));
   CHECK(world.difference() == "");
 }
+
+TEST_CASE(
+    "C01 cuda::commit: a sequence that ended is left out, a torn table is lost, the rest goes on",
+    "[cuda][fault]") {
+  WorldShape shape;
+  World world(shape);
+  const StreamingSink<SinkForm::exact> policy({.sinks = 1, .recent = 2});
+  for (const SequenceState& state : world.host().states) { REQUIRE(state.live_rows > 4); }
+  DeviceSide side(world, policy);
+  const CacheView device = world.device_view();
+  ok(cuda::plan(policy, device, {}, side.workspace, nullptr));
+  ok(cuda::apply(side.workspace, device, nullptr));
+  const cuda::DeviceReport planned = side.report();
+  const auto before = world.device().states.download();
+  auto states = before;
+  // Which sequences end, and which is written to by somebody else.
+  const int ended = GENERATE(0b000, 0b010, 0b111);
+  const int torn = GENERATE(0b000, 0b001);
+  std::int64_t gone = 0;
+  for (std::size_t s = 0; s < 3; ++s) {
+    const bool ends = (ended >> s & 1) != 0;
+    const bool changes = (torn >> s & 1) != 0;
+    if (ends) { states[s].applied = false; }
+    if (changes) { ++states[s].generation; }
+    if (!ends && !changes) { gone += (before[s].live_rows - 3) * 4; }
+  }
+  world.device().states.upload(states);
+  const bool any_torn = torn != 0 && (ended & torn) == 0;
+  DeviceBuffer<std::int32_t> freed(static_cast<std::size_t>(world.pages()), "freed pages");
+  DeviceBuffer<std::int32_t> count(1, "freed count");
+  cuda::DeviceTables tables;
+  tables.ids = world.device().ids.data();
+  tables.freed = freed.data();
+  tables.freed_count = count.data();
+  ok(cuda::commit(side.workspace, device, tables, nullptr));
+  const cuda::DeviceReport report = side.report();
+  CHECK(to_string(report.status) == to_string(any_torn         ? Status::torn
+                                              : ended == 0b111 ? Status::stale_plan
+                                                               : Status::ok));
+  CHECK(report.evicted == gone);
+  const auto after = world.device().states.download();
+  std::int32_t pages = 0;
+  for (std::size_t s = 0; s < 3; ++s) {
+    const bool committed = ((ended | torn) >> s & 1) == 0;
+    CHECK(after[s].live_rows == (committed ? 3 : before[s].live_rows));
+    CHECK(after[s].generation == states[s].generation + (committed ? 1 : 0));
+    if (committed) { pages += pages_for(before[s].extent(), shape.page_size) - 1; }
+  }
+  CHECK(report.released == pages);
+  CHECK(count.download()[0] == pages);
+  CHECK(planned.released >= pages);
+  const auto list = freed.download();
+  const auto& ids = world.host().ids;
+  for (std::int32_t i = 0; i < pages; ++i) {  // of tables that were committed
+    const auto at = std::find(ids.begin(), ids.end(), list[static_cast<std::size_t>(i)]);
+    const auto s = static_cast<int>((at - ids.begin()) / shape.max_pages);
+    CHECK(((ended | torn) >> s & 1) == 0);
+  }
+  // A second time, nothing.
+  const auto once = world.device().ids.download();
+  ok(cuda::commit(side.workspace, device, tables, nullptr));
+  CHECK(count.download()[0] == 0);
+  CHECK(world.device().ids.download() == once);
+}
+
+TEST_CASE("C01 cuda::apply: other sequences go on after plan, and a plan of nothing is never stale",
+          "[cuda][parity][fault]") {
+  WorldShape shape;
+  World world(shape);
+  std::int32_t longest = 0;
+  for (const SequenceState& state : world.host().states) {
+    longest = std::max(longest, state.live_rows);
+  }
+  const bool nothing = GENERATE(false, true);
+  const StreamingSink<SinkForm::exact> policy(
+      {.sinks = 1, .recent = nothing ? longest : longest - 2});
+  const CacheView device = world.device_view();
+  const CacheView host = world.host_view();
+  DeviceSide side(world, policy);
+  ok(cuda::plan(policy, device, {}, side.workspace, nullptr));
+  Plan wanted = kvtrim::test::host_plan(policy, host, {}, Removal::automatic);
+  auto& states = world.host().states;
+  const bool itself = GENERATE(false, true);
+  for (SequenceState& state : states) {
+    if ((state.live_rows == longest) == itself) { ++state.generation; }
+  }
+  world.device().states.upload(states);
+  ok(cuda::apply(side.workspace, device, nullptr));
+  CHECK(to_string(side.report().status) == to_string(apply(wanted.ref(), host)));
+  CHECK(world.difference() == "");
+  ok(cuda::apply(side.workspace, device, nullptr));
+  CHECK(to_string(side.report().status) == to_string(apply(wanted.ref(), host)));
+  CHECK(world.difference() == "");
+}
+
+TEST_CASE("cuda::plan: entries are looked at only if something goes, states always",
+          "[cuda][parity][fault]") {
+  WorldShape shape;
+  World world(shape);
+  world.host().ids[2] = world.pages();
+  world.device().ids.upload(world.host().ids);
+  const bool states = GENERATE(false, true);
+  if (states) { world.host().states[2].next_position = 0; }
+  world.device().states.upload(world.host().states);
+  const StreamingSink<> policy({.sinks = 1, .recent = 100});
+  const Plan wanted = kvtrim::test::host_plan(policy, world.host_view(), {}, Removal::automatic);
+  DeviceSide side(world, policy);
+  ok(cuda::plan(policy, world.device_view(), {}, side.workspace, nullptr));
+  CHECK(to_string(side.report().status) == to_string(wanted.view().status()));
+  CHECK(usable(wanted.view().status()) == !states);
+}
+
+TEST_CASE("C09 cuda::plan: every base is a multiple of its own plane's unit, no more",
+          "[cuda][parity][fault]") {
+  WorldShape shape;
+  shape.layout = WorldLayout::layer_bases;
+  shape.scope = GENERATE(TableScope::group, TableScope::layer);
+  shape.layers = 3;
+  shape.unrotated = true;
+  shape.k_dim = 16;  // units of 16 bytes
+  shape.v_dim = 12;  // of 8
+  shape.value_base_shift = 8;
+  {
+    World world(shape);
+    same(world, HeavyHitter({.heavy = 4, .recent = 2, .removal = Removal::stable_pack}));
+  }
+  // Any base of any layer that is off by half a unit is found on the device.
+  World world(shape);
+  const HeavyHitter policy({.heavy = 4, .recent = 2, .removal = Removal::stable_pack});
+  DeviceSide side(world, policy);
+  const auto sound = world.device().layer_bases.download();
+  for (std::size_t i = 0; i < sound.size(); ++i) {
+    auto bases = sound;
+    bases[i] += i / 3 == 1 ? 4 : 8;
+    world.device().layer_bases.upload(bases);
+    CAPTURE(i);
+    ok(cuda::plan(policy, world.device_view(), {}, side.workspace, nullptr));
+    CHECK(to_string(side.report().status) == "bad_observation");
+  }
+  world.device().layer_bases.upload(sound);
+  CHECK(world.difference() == "");
+}
+
+#if defined(KVTRIM_EMULATED)
+namespace {
+
+namespace emulator = kvtrim::emulator;
+
+/// A step as an engine captures it.
+template <class P>
+cudaError_t step(const P& policy,
+                 const CacheView& view,
+                 const DeviceSide& side,
+                 const cuda::DeviceTables& tables,
+                 cudaStream_t stream) {
+  cudaError_t e = cuda::plan(policy, view, {}, side.workspace, stream);
+  if (e == cudaSuccess) { e = cuda::apply(side.workspace, view, stream); }
+  if (e == cudaSuccess) { e = cuda::commit(side.workspace, view, tables, stream); }
+  return e;
+}
+void begin_anew() {
+  emulator::unload_kernels();
+  for (auto& known : cuda::detail::raised_limits) { known = 0; }
+  emulator::launches().clear();
+}
+
+template <class P>
+void passes_once_prepared(const P& policy, const WorldShape& shape) {
+  World world(shape);
+  DeviceSide side(world, policy);
+  cuda::DeviceTables tables;
+  tables.ids = world.device().ids.data();
+  const CacheView view = world.device_view();
+  begin_anew();
+  emulator::Graph graph;
+  emulator::capture = &graph;
+  CHECK(step(policy, view, side, tables, nullptr) == cudaErrorStreamCaptureUnsupported);
+  CHECK(emulator::launches().empty());
+  emulator::capture = nullptr;
+  ok(cuda::prepare(policy, view, {}, side.workspace.shape));
+  emulator::capture = &graph;
+  ok(step(policy, view, side, tables, nullptr));
+  emulator::capture = nullptr;
+  CHECK(world.difference() == "");  // nothing ran yet
+  ok(graph.run());
+  CHECK(usable(side.report().status));
+  CHECK(side.report().evicted > 0);
+}
+
+}  // namespace
+
+TEST_CASE("cuda::prepare: a step that was prepared can be captured, one that was not cannot",
+          "[cuda][fault]") {
+  WorldShape shape;
+  switch (GENERATE(0, 1, 2, 3)) {
+    case 0:
+      return passes_once_prepared(StreamingSink({.sinks = 2, .recent = 9}), shape);
+    case 1:
+      shape.layout = WorldLayout::layer_bases;
+      return passes_once_prepared(HeavyHitter({.heavy = 4, .recent = 2}), shape);
+    case 2:  // more dynamic shared memory than without asking
+      shape.sequences = shape.layers = 1;
+      shape.page_size = 64;
+      shape.max_pages = 200;
+      return passes_once_prepared(HeavyHitter({.heavy = 4, .recent = 2}), shape);
+    default:
+      PageSelector<AccumulateParams>::Params p;
+      p.budget = 12;
+      p.window = 4;
+      return passes_once_prepared(PageSelector<AccumulateParams>(p), shape);
+  }
+}
+
+TEST_CASE("cuda: every launch is on the stream given, within grid, memory and parameters",
+          "[cuda]") {
+  emulator::multiprocessors = 132;
+  WorldShape shape;
+  shape.layout = GENERATE(WorldLayout::nhd, WorldLayout::layer_bases);
+  shape.scales = true;
+  World world(shape);
+  const HeavyHitter policy({.heavy = 4, .recent = 2});
+  DeviceSide side(world, policy);
+  cuda::DeviceTables tables;
+  tables.ids = world.device().ids.data();
+  const auto stream = reinterpret_cast<cudaStream_t>(&side);
+  begin_anew();
+  ok(step(policy, world.device_view(), side, tables, stream));
+  const std::size_t launched = emulator::launches().size();
+  for (const emulator::Launch& l : emulator::launches()) {
+    CHECK(l.stream == stream);
+    CHECK(l.grid.x <= 4 * 132);
+    CHECK(l.grid.y * l.grid.z == 1);
+    CHECK(l.parameter_bytes <= 4096);
+    CHECK(l.static_bytes + l.dynamic_bytes <= 48U * 1024U);
+  }
+  // The same number whatever there is to do.
+  emulator::launches().clear();
+  ok(step(policy, world.device_view(), side, tables, stream));
+  CHECK(side.report().evicted == 0);
+  CHECK(emulator::launches().size() == launched);
+  emulator::multiprocessors = 4;
+}
+#endif
 
 TEST_CASE("cuda::plan: bad ids and lengths are found on the device, nothing is written",
           "[cuda][fault]") {
@@ -763,7 +942,7 @@ TEST_CASE("cuda::plan: lengths instead of states, and CSR tables", "[cuda][parit
   const StreamingSink<SinkForm::exact> policy({.sinks = 3, .recent = 7});
   Plan wanted = kvtrim::test::host_plan(policy, host, {}, Removal::automatic);
   DeviceSide side(world, policy);
-  ok(cuda::prepare(policy, side.workspace.shape));
+  ok(cuda::prepare(policy, device, {}, side.workspace.shape));
   ok(cuda::plan(policy, device, {}, side.workspace, nullptr));
   ok(cuda::apply(side.workspace, device, nullptr));
   CHECK(side.report().status == Status::ok);

@@ -10,6 +10,7 @@
 #include <limits>
 #include <numeric>
 #include <random>
+#include <thread>
 #include <vector>
 
 namespace {
@@ -264,3 +265,125 @@ TEST_CASE("cuda::top_k: refuses impossible bounds before any launch", "[cuda]") 
   CHECK(cuda::top_k(rows, nullptr, {0, 1, 1, 8}, nullptr, nullptr, nullptr, 0, nullptr) ==
         cudaSuccess);
 }
+
+namespace {
+
+/// The selection of 40 rows out of a head of up to `max_rows`.
+cudaError_t select_few(std::int32_t max_rows, cudaStream_t stream = nullptr) {
+  static const DeviceBuffer<float> scores(std::vector<float>(200'000, 1.0F), "scores");
+  cuda::SelectTask task;
+  task.extent = task.end = 40;
+  task.keep = 7;
+  task.active = 1;
+  static const DeviceBuffer<cuda::SelectTask> tasks(std::vector<cuda::SelectTask>(8, task));
+  static DeviceBuffer<std::int32_t> out(8 * 200'000, "rows");
+  static DeviceBuffer<std::int32_t> nan(8, "nan counts");
+  cuda::RowScores rows;
+  rows.scores.base = reinterpret_cast<std::byte*>(scores.data());
+  rows.scores.row_stride = 4;
+  const cudaError_t e = cuda::top_k(
+      rows, tasks.data(), {8, 1, 1, max_rows}, out.data(), nan.data(), nullptr, 0, stream);
+  return e == cudaSuccess ? kvtrim::test::finish() : e;
+}
+
+}  // namespace
+
+TEST_CASE("cuda::top_k: every bound can be launched, static shared memory counts", "[cuda][edge]") {
+  // 48 KiB less the static arrays, 48 KiB, the most keys; the last but one and the first that need more than before.
+  for (const std::int32_t rows : {10'000, 10'219, 10'221, 12'287, 12'288, 12'289, 49'152, 49'153}) {
+    CAPTURE(rows);
+    CHECK(select_few(rows) == cudaSuccess);
+    INFO(kvtrim::test::device_message());
+  }
+}
+
+#if defined(KVTRIM_EMULATED)
+namespace {
+
+namespace emulator = kvtrim::emulator;
+
+/// A process that has not launched anything yet.
+void begin_anew() {
+  emulator::unload_kernels();
+  for (auto& known : cuda::detail::raised_limits) { known = 0; }
+  emulator::launches().clear();
+}
+template <class... P>
+emulator::Kernel state_of(void (*kernel)(P...)) {
+  return emulator::kernel_state(reinterpret_cast<const void*>(kernel));
+}
+
+}  // namespace
+
+TEST_CASE("cuda::top_k: a device with less shared memory keeps fewer keys there", "[cuda][edge]") {
+  begin_anew();
+  emulator::block_shared_bytes = 163U * 1024U;  // sm_80
+  for (const std::int32_t rows : {39'600, 39'616, 39'617, 49'152}) {
+    CAPTURE(rows);
+    CHECK(select_few(rows) == cudaSuccess);
+    INFO(emulator::message());
+  }
+  emulator::block_shared_bytes = 227U * 1024U;
+  begin_anew();
+}
+
+TEST_CASE("cuda::launch: a limit is raised once per device, and no bound lowers it", "[cuda]") {
+  begin_anew();
+  const auto kernel = cuda::detail::select_kernel<true>;
+  const std::size_t fixed = cuda::detail::SharedBytes(0, sizeof(cuda::detail::SelectShared)).fixed;
+  const int all = static_cast<int>(emulator::block_shared_bytes - fixed);
+  REQUIRE(select_few(1'000) == cudaSuccess);
+  CHECK(state_of(kernel).times_set == 0);
+  REQUIRE(select_few(40'000) == cudaSuccess);
+  REQUIRE(select_few(12'000) == cudaSuccess);
+  REQUIRE(select_few(45'000) == cudaSuccess);
+  CHECK(state_of(kernel).times_set == 1);
+  CHECK(state_of(kernel).shared_limit == all);
+  // What the record says of the last launch: the static arrays are what they were said to be.
+  const emulator::Launch& last = emulator::launches().back();
+  CHECK(last.dynamic_bytes == 180'000);
+  CHECK(last.static_bytes == sizeof(cuda::detail::SelectShared));
+  CHECK(last.parameter_bytes <= 4096);
+  emulator::device = 1;
+  CHECK_FALSE(state_of(kernel).loaded);
+  REQUIRE(select_few(20'000) == cudaSuccess);
+  CHECK(state_of(kernel).shared_limit == all);
+  emulator::device = 0;
+}
+
+TEST_CASE("cuda::launch: host threads with different bounds do not disturb each other", "[cuda]") {
+  begin_anew();
+  const auto kernel = cuda::detail::select_kernel<true>;
+  std::vector<std::thread> threads;
+  std::vector<cudaError_t> status(8, cudaErrorUnknown);
+  for (int i = 0; i < 8; ++i) {
+    threads.emplace_back([&status, kernel, i] {
+      for (int n = 0; n < 50; ++n) {
+        const std::int32_t rows = 11'000 + 4'000 * ((i + n) % 8);
+        status[static_cast<std::size_t>(i)] =
+            cuda::detail::load(kernel, cuda::detail::key_bytes({1, 1, 1, rows}));
+      }
+    });
+  }
+  for (std::thread& t : threads) { t.join(); }
+  CHECK(status == std::vector<cudaError_t>(8, cudaSuccess));
+  CHECK(state_of(kernel).times_set <= 8);
+  CHECK(select_few(49'000) == cudaSuccess);
+}
+
+TEST_CASE("cuda::launch: a graph runs whatever was launched since it was captured", "[cuda]") {
+  begin_anew();
+  emulator::Graph graph;
+  emulator::capture = &graph;
+  CHECK(select_few(40'000) == cudaErrorStreamCaptureUnsupported);  // it was not prepared
+  emulator::capture = nullptr;
+  CHECK(graph.nodes.empty());
+  REQUIRE(select_few(45'000) == cudaSuccess);
+  emulator::capture = &graph;
+  CHECK(select_few(40'000) == cudaSuccess);
+  emulator::capture = nullptr;
+  CHECK(graph.nodes.size() == 1);
+  REQUIRE(select_few(11'000) == cudaSuccess);
+  CHECK(graph.run() == cudaSuccess);
+}
+#endif

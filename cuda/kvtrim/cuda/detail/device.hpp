@@ -8,6 +8,7 @@
 #include <kvtrim/core/dtype.hpp>
 #include <kvtrim/core/types.hpp>
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <type_traits>
@@ -54,7 +55,86 @@
 namespace kvtrim::cuda::detail {
 
 inline constexpr unsigned full_warp = 0xFFFF'FFFFU;
-inline constexpr std::size_t most_shared_bytes = 227U * 1024U;  // on sm_90; sm_80 has 163 KiB
+inline constexpr std::size_t default_shared_bytes = 48U * 1024U;  // of a block, without opting in
+inline constexpr std::size_t most_parameter_bytes = 4096;         // of a kernel
+
+/// Multiprocessors of the current device; grids have at most four times as many blocks.
+[[nodiscard]] inline int multiprocessors() noexcept {
+  int device = 0;
+  int count = 0;
+  if (cudaGetDevice(&device) != cudaSuccess ||
+      cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) != cudaSuccess) {
+    return 1;
+  }
+  return count;
+}
+
+/// Shared memory that one block may have on the current device, static arrays included: 227 KiB on sm_90, 163 KiB on sm_80.
+[[nodiscard]] inline std::size_t block_shared_bytes() noexcept {
+  int device = 0;
+  int bytes = 0;
+  if (cudaGetDevice(&device) != cudaSuccess ||
+      cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) !=
+          cudaSuccess) {
+    return default_shared_bytes;
+  }
+  return static_cast<std::size_t>(bytes);
+}
+
+/// Shared memory of a launch. The limit of a block counts both kinds.
+struct SharedBytes {
+  std::size_t dynamic = 0;
+  std::size_t fixed =
+      0;  ///< of the kernel's `KVTRIM_SHARED` arrays; may be 0 if `dynamic` is small
+
+  constexpr SharedBytes(std::size_t dynamic_bytes = 0, std::size_t fixed_bytes = 0) noexcept
+      : dynamic(dynamic_bytes), fixed((fixed_bytes + 255) / 256 * 256) {}
+  /// Whether the kernel must be allowed more than a block has without asking.
+  [[nodiscard]] constexpr bool opts_in() const noexcept {
+    return dynamic + fixed > default_shared_bytes;
+  }
+  /// Whether a block of the current device can have it.
+  [[nodiscard]] bool fits() const noexcept { return dynamic + fixed <= block_shared_bytes(); }
+};
+
+/// Kernels that were allowed all of a block's shared memory, with their device: asking costs more than a launch, and is not
+/// possible in a capture.
+inline std::atomic<std::uint64_t> raised_limits[64];
+
+/// Allows `kernel` as much dynamic shared memory as its static arrays leave, once per device. The limit is never lowered, so
+/// bounds of other plans, other host threads and graphs that were captured before do not matter.
+[[nodiscard]] inline cudaError_t raise_shared_limit(const void* kernel,
+                                                    const SharedBytes& shared) noexcept {
+  int device = 0;
+  if (const cudaError_t e = cudaGetDevice(&device); e != cudaSuccess) { return e; }
+  const std::uint64_t mine =
+      reinterpret_cast<std::uintptr_t>(kernel) ^ static_cast<std::uint64_t>(device) << 48U;
+  for (const auto& known : raised_limits) {
+    const std::uint64_t other = known.load(std::memory_order_acquire);
+    if (other == mine) { return cudaSuccess; }
+    if (other == 0) { break; }
+  }
+  const std::size_t all = block_shared_bytes();
+  if (shared.dynamic + shared.fixed > all) { return cudaErrorInvalidValue; }
+  const cudaError_t set = cudaFuncSetAttribute(
+      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(all - shared.fixed));
+  if (set != cudaSuccess) { return set; }
+  for (auto& known : raised_limits) {  // a full list costs the next call, no more
+    std::uint64_t other = 0;
+    if (known.compare_exchange_strong(other, mine, std::memory_order_acq_rel) || other == mine) {
+      break;
+    }
+  }
+  return cudaSuccess;
+}
+
+/// Bytes of kernel parameters, each aligned to its own size as the driver lays them out.
+template <class... P>
+[[nodiscard]] constexpr std::size_t parameter_bytes() noexcept {
+  std::size_t end = 0;
+  ((end = (end + alignof(P) - 1) / alignof(P) * alignof(P) + sizeof(P)), ...);
+  return end;
+}
 
 /// Queues `kernel` on `stream`; its arguments convert to the kernel's parameters.
 ///
@@ -64,75 +144,50 @@ template <class... P, class... A>
 [[nodiscard]] cudaError_t launch(void (*kernel)(P...),
                                  dim3 grid,
                                  dim3 block,
-                                 std::size_t shared_bytes,
+                                 const SharedBytes& shared,
                                  cudaStream_t stream,
                                  A&&... arguments) noexcept {
   static_assert((std::is_trivially_copyable_v<P> && ...), "kernel parameters are copied bytewise");
   static_assert(sizeof...(P) == sizeof...(A));
-#if defined(KVTRIM_EMULATED)
-  static_cast<void>(stream);
-  return emulator::launch(kernel, grid, block, shared_bytes, static_cast<P>(arguments)...);
-#else
-  if (shared_bytes > 48U * 1024U) {
-    const cudaError_t set = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                                                 cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                 static_cast<int>(shared_bytes));
-    if (set != cudaSuccess) { return set; }
+  static_assert(
+      parameter_bytes<P...>() <= most_parameter_bytes,
+      "kvtrim::cuda: a kernel has at most 4,096 bytes of parameters on every device: pass "
+      "a pointer to the rest");
+  const auto* const address = reinterpret_cast<const void*>(kernel);
+  if (shared.opts_in()) {
+    const cudaError_t raised = raise_shared_limit(address, shared);
+    if (raised != cudaSuccess) { return raised; }
   }
+#if defined(KVTRIM_EMULATED)
+  return emulator::launch(
+      kernel,
+      {address, stream, grid, block, shared.dynamic, 0, parameter_bytes<P...>()},
+      static_cast<P>(arguments)...);
+#else
   return [&](P... values) {
     void* pointers[] = {static_cast<void*>(&values)..., nullptr};
-    return cudaLaunchKernel(
-        reinterpret_cast<const void*>(kernel), grid, block, pointers, shared_bytes, stream);
+    return cudaLaunchKernel(address, grid, block, pointers, shared.dynamic, stream);
   }(static_cast<P>(arguments)...);
 #endif
 }
 
-/// Loads `kernel` and allows it `shared_bytes` of dynamic shared memory. Must not be called inside a capture.
+/// Loads `kernel` and allows it the shared memory. Must not be called inside a capture.
 template <class... P>
-[[nodiscard]] cudaError_t load([[maybe_unused]] void (*kernel)(P...),
-                               [[maybe_unused]] std::size_t shared_bytes = 0) noexcept {
-#if defined(KVTRIM_EMULATED)
-  return cudaSuccess;
-#else
+[[nodiscard]] cudaError_t load(void (*kernel)(P...), const SharedBytes& shared = {}) noexcept {
+  const auto* const address = reinterpret_cast<const void*>(kernel);
   cudaFuncAttributes attributes{};
-  const cudaError_t loaded =
-      cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel));
-  if (loaded != cudaSuccess || shared_bytes <= 48U * 1024U) { return loaded; }
-  return cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                              cudaFuncAttributeMaxDynamicSharedMemorySize,
-                              static_cast<int>(shared_bytes));
-#endif
+  const cudaError_t loaded = cudaFuncGetAttributes(&attributes, address);
+  if (loaded != cudaSuccess || !shared.opts_in()) { return loaded; }
+  return raise_shared_limit(address, shared);
 }
 
-/// Multiprocessors of the current device; grids have at most four times as many blocks.
-[[nodiscard]] inline int multiprocessors() noexcept {
-#if defined(KVTRIM_EMULATED)
-  return emulator::multiprocessors;
-#else
-  int device = 0;
-  int count = 0;
-  if (cudaGetDevice(&device) != cudaSuccess ||
-      cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) != cudaSuccess) {
-    return 1;
+/// The first of some statuses that is an error.
+template <std::size_t N>
+[[nodiscard]] cudaError_t first_error(const cudaError_t (&all)[N]) noexcept {
+  for (const cudaError_t e : all) {
+    if (e != cudaSuccess) { return e; }
   }
-  return count;
-#endif
-}
-
-/// Shared memory that one block may request on the current device.
-[[nodiscard]] inline std::size_t block_shared_bytes() noexcept {
-#if defined(KVTRIM_EMULATED)
-  return emulator::block_shared_bytes;
-#else
-  int device = 0;
-  int bytes = 0;
-  if (cudaGetDevice(&device) != cudaSuccess ||
-      cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) !=
-          cudaSuccess) {
-    return 48U * 1024U;
-  }
-  return static_cast<std::size_t>(bytes);
-#endif
+  return cudaSuccess;
 }
 
 /// Blocks for `items` work items, at most four per multiprocessor: kernels walk the rest with a stride.
@@ -208,6 +263,11 @@ __host__ KVTRIM_DEVICE float to_float(__nv_fp8_e4m3 x) {
 }
 __host__ KVTRIM_DEVICE float to_float(__nv_fp8_e5m2 x) {
   return static_cast<float>(x);
+}
+
+/// Value of a half, the low bits of `bits`. No float on the way is subnormal, so that -ftz=true (-use_fast_math) changes nothing.
+__host__ KVTRIM_DEVICE float half_to_float(std::uint32_t bits) {
+  return __half2float(__ushort_as_half(static_cast<unsigned short>(bits)));
 }
 
 /// `x` as an element, rounded to nearest even.

@@ -12,9 +12,10 @@
 #include <kvtrim/cache/cache_view.hpp>
 #include <kvtrim/cache/move.hpp>
 #include <kvtrim/cuda/detail/device.hpp>
+#include <kvtrim/cuda/evict/detail/check.cuh>
+#include <kvtrim/cuda/evict/detail/fits.cuh>
 #include <kvtrim/cuda/evict/detail/row_plane.cuh>
 #include <kvtrim/cuda/evict/device_plan.cuh>
-#include <kvtrim/cuda/evict/plan.cuh>
 
 #include <cstddef>
 #include <cstdint>
@@ -28,36 +29,6 @@ inline constexpr int pack_batch = 4;  // units per thread in a tile of a chain
 inline constexpr int pack_stages = 2;
 inline constexpr std::size_t pack_shared_bytes =
     sizeof(uint4) * pack_stages * pack_batch * move_threads;
-
-// One block: whether the plan may be carried out, from `from` to `to`. Increments the generation of the states it touches.
-template <class = void>
-__global__ void gate_kernel(CacheView view, DevicePlan plan, DeviceStage from, DeviceStage to) {
-  KVTRIM_SHARED(std::int32_t, opens, [1]);
-  if (threadIdx.x == 0) {
-    PlanControl& control = *plan.control;
-    const bool fresh = control.stage == from && control.current == control.generation;
-    const bool may = from != DeviceStage::planned || usable(plan.report->status);
-    control.go = fresh && may ? 1 : 0;
-    control.current = 0;
-    if (control.go != 0) {
-      control.stage = to;
-      if (to == DeviceStage::applied) { control.generation = 0; }  // `record` sums it up anew
-    } else if (may) {
-      plan.report->status = from == DeviceStage::applied && control.stage == DeviceStage::planned
-                                ? Status::not_applied
-                                : Status::stale_plan;
-    }
-    opens[0] = control.go;
-  }
-  __syncthreads();
-  if (opens[0] == 0 || view.states == nullptr || to != DeviceStage::applied) { return; }
-  for (std::int64_t i = threadIdx.x; i < plan.all_tables(); i += blockDim.x) {
-    if (plan.table_plans[i].evicts) {
-      ++view.states[i].generation;
-      view.states[i].applied = true;
-    }
-  }
-}
 
 /// One unit of global memory that is not used again: bypasses the first-level cache, evicted first from the second.
 template <class T>
@@ -173,9 +144,7 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(move_threads, 2)
       }
     }
     const std::int64_t index = low;
-    const HeadId h{low % plan.kv_heads};
-    const LayerId l{low / plan.kv_heads % plan.layers};
-    const SequenceId s{low / plan.kv_heads / plan.layers};
+    const auto [s, l, h] = plan.head_at(index);
     const std::int64_t table_index = plan.table_index(s, view.table_of(l, h));
     const TablePlan table = plan.table_plans[table_index];
     const HeadPlan head = plan.head_plans[index];
@@ -325,11 +294,11 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(move_threads, 2)
   for (std::int64_t c = blockIdx.x; c < chains; c += gridDim.x) {
     const std::int64_t index = c / all_planes;
     const auto which = static_cast<int>(c % all_planes);
-    const auto flat = static_cast<std::int32_t>(index);
+    const HeadPlace at = plan.head_at(index);
     Chain chain;
-    chain.h = HeadId{flat % plan.kv_heads};
-    chain.l = LayerId{flat / plan.kv_heads % plan.layers};
-    chain.s = SequenceId{flat / plan.kv_heads / plan.layers};
+    chain.h = at.h;
+    chain.l = at.l;
+    chain.s = at.s;
     chain.table_index = plan.table_index(chain.s, view.table_of(chain.l, chain.h));
     chain.table = plan.table_plans[chain.table_index];
     const Removal removal = chain.table.removal;
@@ -382,8 +351,9 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(move_threads, 2)
 
 /// Moves what the plan in `workspace` says. Tables and lengths stay unchanged until `commit`.
 ///
-/// Writes nothing if the plan's status is not usable, if the plan was applied before, or if the view is no longer what the
-/// plan was made from: then the report's status is `stale_plan`.
+/// Writes nothing if the plan's status is not usable, if the plan was applied before, or if a table that it evicts from is no
+/// longer what the plan was made from: then the report's status is `stale_plan` (never if nothing goes). Other tables may have
+/// changed.
 ///
 /// \param workspace  as given to `plan`
 /// \param view       as given to `plan`
@@ -412,28 +382,9 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(move_threads, 2)
                          stream,
                          view,
                          plan,
-                         1,
                          CheckPass::apply);
   if (e != cudaSuccess) { return e; }
-  e = launch(gate_kernel<>,
-             dim3(1),
-             threads,
-             0,
-             stream,
-             view,
-             plan,
-             DeviceStage::planned,
-             DeviceStage::applied);
-  if (e != cudaSuccess) { return e; }
-  e = launch(check_kernel<>,
-             dim3(bounded_grid(plan.all_tables())),
-             dim3(table_threads),
-             0,
-             stream,
-             view,
-             plan,
-             1,
-             CheckPass::record);
+  e = launch(gate_kernel<>, dim3(1), dim3(table_threads), 0, stream, view, plan, CheckPass::apply);
   if (e != cudaSuccess) { return e; }
   const std::int64_t tiles =
       plan.heads() * ((static_cast<std::int64_t>(plan.max_rows) + move_tile - 1) / move_tile);

@@ -5,8 +5,10 @@
 // `DenseTables`. An engine that keeps its tables elsewhere reads `DevicePlan` instead.
 
 #include <kvtrim/cache/cache_view.hpp>
+#include <kvtrim/cuda/detail/block_scan.cuh>
 #include <kvtrim/cuda/detail/device.hpp>
-#include <kvtrim/cuda/evict/apply.cuh>
+#include <kvtrim/cuda/evict/detail/check.cuh>
+#include <kvtrim/cuda/evict/detail/fits.cuh>
 #include <kvtrim/cuda/evict/device_plan.cuh>
 
 #include <cstdint>
@@ -44,9 +46,10 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(table_threads)
     const std::int32_t* const k_pages = plan.pages_of(i);
     const std::int32_t* const sources = plan.sources + i * plan.max_pages;
     // An entry that stays keeps its flag bits. None moves up, so a tile that was read may be overwritten.
-    for (std::int32_t base = 0; base < table.pages_before; base += table_threads) {
+    const std::int32_t before = table.pages_before + table.reserved_before;
+    for (std::int32_t base = 0; base < before; base += table_threads) {
       const std::int32_t e = base + static_cast<std::int32_t>(threadIdx.x);
-      const bool used = e < table.pages_after;
+      const bool used = e < table.pages_after + table.reserved_after;
       const std::int32_t source = used ? sources[e] : -1;
       const auto entry_of = [&](std::int64_t offset, std::int32_t id) {
         const std::int32_t old = source >= 0 ? k[source + offset] : view.table.null_id;
@@ -58,13 +61,28 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(table_threads)
       const std::int32_t v_entry =
           entry_of(view.table.v_offset, used ? k_pages[plan.max_pages + e] : raw(null_page));
       __syncthreads();
-      if (e < table.pages_before) {
+      if (e < before) {
         if (view.table.v_offset != 0) { k[e + view.table.v_offset] = v_entry; }
         k[e] = k_entry;
       }
       __syncthreads();
     }
+    // References of the pages that leave; the last one frees a page.
+    const std::int32_t first = plan.list_starts[2 * i];
+    for (std::int32_t r = static_cast<std::int32_t>(threadIdx.x); r < table.released;
+         r += table_threads) {
+      bool free = true;
+      if (out.ref_counts != nullptr) {
+        std::int32_t& count =
+            out.ref_counts[view.writable.index(PageId{plan.released[first + r]}, l, h)];
+        const std::int32_t held = atomicAdd(&count, -1);
+        free = held == 1;
+        if (held <= 0) { atomicAdd(&count, 1); }  // nobody's: not returned again
+      }
+      plan.released_free[first + r] = free ? 1 : 0;
+    }
     if (threadIdx.x == 0) {
+      if (view.generations != nullptr) { ++view.generations[i]; }
       if (out.lengths != nullptr) { out.lengths[view.length_rows(s, l, h)] = table.live_after; }
       if (view.states != nullptr) {
         state.live_rows = table.live_after;
@@ -81,29 +99,23 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(table_threads)
   }
 }
 
-// One block: references of the released pages.
+struct ReleaseShared {
+  BlockScan<table_threads, std::int32_t> ranks;
+};
+
+// One block: the pages that became free, in the order of `released`.
 template <class = void>
 __global__ void KVTRIM_LAUNCH_BOUNDS(table_threads)
     release_kernel(DevicePlan plan, DeviceTables out) {
-  KVTRIM_SHARED(CloseShared, shared, );
-  if (plan.control->go == 0) {
-    if (out.freed_count != nullptr && threadIdx.x == 0) { *out.freed_count = 0; }
-    return;
-  }
-  const std::int32_t released = plan.report->released;
+  KVTRIM_SHARED(ReleaseShared, shared, );
+  const std::int32_t listed = plan.control->go == 0 ? 0 : plan.control->listed;
   std::int32_t freed = 0;
-  for (std::int32_t base = 0; base < released; base += table_threads) {
+  for (std::int32_t base = 0; base < listed; base += table_threads) {
     const std::int32_t i = base + static_cast<std::int32_t>(threadIdx.x);
-    bool free = i < released;
-    const std::int32_t page = free ? plan.released[i] : 0;
-    if (free && out.ref_counts != nullptr) {
-      const std::int32_t held = atomicAdd(&out.ref_counts[page], -1);
-      free = held == 1;
-      if (held <= 0) { atomicAdd(&out.ref_counts[page], 1); }  // nobody's: not returned again
-    }
+    const bool free = i < listed && plan.released_free[i] != 0;
     std::int32_t here = 0;
-    const std::int32_t to = freed + block_rank(free, shared, here);
-    if (free && out.freed != nullptr) { out.freed[to] = page; }
+    const std::int32_t to = freed + block_rank(free, shared.ranks, here);
+    if (free && out.freed != nullptr) { out.freed[to] = plan.released[i]; }
     freed += here;
   }
   if (out.freed_count != nullptr && threadIdx.x == 0) { *out.freed_count = freed; }
@@ -113,8 +125,10 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(table_threads)
 
 /// Stores the tables, lengths and states of an applied plan (entries that stay keep their flag bits), and drops the references of the pages it releases.
 ///
-/// Nothing is written if the plan was not applied, or if the view has changed or was committed since: then the report's
-/// status is `not_applied` or `stale_plan`, and `freed_count` is 0.
+/// Nothing is written if the plan was not applied or was committed before: then the report's status is `not_applied` or
+/// `stale_plan`, and `freed_count` is 0. A sequence that ended since (it has no rows, or its state is no longer `applied`) is
+/// left out; if all did, the status is `stale_plan`. A table that was changed since its rows were moved is `torn`: it is lost,
+/// the others are committed.
 ///
 /// \param workspace  as given to `plan`
 /// \param view       as given to `plan`; a dense table
@@ -139,18 +153,9 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(table_threads)
   if (view.sequences == 0) { return cudaSuccess; }
   const dim3 threads(table_threads);
   const dim3 tables(bounded_grid(plan.all_tables()));
-  cudaError_t e =
-      launch(check_kernel<>, tables, threads, 0, stream, view, plan, 1, CheckPass::commit);
+  cudaError_t e = launch(check_kernel<>, tables, threads, 0, stream, view, plan, CheckPass::commit);
   if (e != cudaSuccess) { return e; }
-  e = launch(gate_kernel<>,
-             dim3(1),
-             threads,
-             0,
-             stream,
-             view,
-             plan,
-             DeviceStage::applied,
-             DeviceStage::committed);
+  e = launch(gate_kernel<>, dim3(1), threads, 0, stream, view, plan, CheckPass::commit);
   if (e != cudaSuccess) { return e; }
   e = launch(commit_tables_kernel<>, tables, threads, 0, stream, view, plan, out);
   if (e != cudaSuccess) { return e; }

@@ -35,18 +35,26 @@ inline constexpr int move_tile = 32;  // rows that a block moves at a time
 enum class DeviceStage : std::int32_t { planned, applied, committed };
 
 struct PlanControl {
-  unsigned long long faults[3];   // the first one of each phase: place, status; all bits set: none
-  unsigned long long generation;  // of the view the plan was made from
-  unsigned long long current;     // the sum so far
+  unsigned long long faults[5];  // the first one of each phase: place, status; all bits set: none
   DeviceStage stage;
-  std::int32_t go;  // the movers may move
+  Status status;          // the plan's own; the report has that of the last call
+  std::int32_t evicting;  // tables from which something goes
+  std::int32_t listed;    // ids in `released`, those of tables that are left out too
+  std::int32_t go;        // the movers may move
+  std::int32_t changed;   // of the tables that evict, some are not what they were
+  std::int32_t whole;     // tables that may be committed
+  std::int32_t torn;      // tables that were changed after their rows were moved
+  std::int32_t ended;     // tables whose sequence ended since
 };
 
 inline constexpr unsigned long long no_fault = ~0ULL;
-// Phases of a plan: each reads only the faults of the phases before it.
-inline constexpr int phase_check = 0;
+// Phases of a plan, in the order in which the host finds their faults. Entries count only if something goes. Each reads only
+// the faults of the phases before it.
+inline constexpr int phase_length = 0;
 inline constexpr int phase_open = 1;
-inline constexpr int phase_close = 2;
+inline constexpr int phase_entries = 2;
+inline constexpr int phase_select = 3;
+inline constexpr int phase_close = 4;
 KVTRIM_DEVICE void note_fault(PlanControl* control, int phase, long long place, Status status) {
   atomicMin(&control->faults[phase],
             static_cast<unsigned long long>(place) << 8U | static_cast<unsigned long long>(status));
@@ -58,6 +66,15 @@ KVTRIM_DEVICE bool failed_before(const PlanControl* control, int phase) {
   return false;
 }
 
+}  // namespace detail
+
+namespace detail {
+/// One KV head of one layer of one sequence.
+struct HeadPlace {
+  SequenceId s;
+  LayerId l;
+  HeadId h;
+};
 }  // namespace detail
 
 /// A plan's arrays on the device, by the bounds of its shape. Trivially copyable.
@@ -87,9 +104,13 @@ struct DevicePlan {
   std::int32_t* tile_starts = nullptr;    ///< internal: [heads + 1]
   std::int32_t* list_starts =
       nullptr;  ///< internal: [sequences, tables, 2]: in `released`, in the spare pages
-  std::uint32_t* seen = nullptr;           ///< internal: [tables, seen_words]
-  std::int64_t seen_words = 0;             ///< internal
-  detail::PlanControl* control = nullptr;  ///< internal: [1]
+  std::uint8_t* released_free =
+      nullptr;  ///< internal: 1 for the ids in `released` without an owner
+  unsigned long long* generations = nullptr;        ///< internal: [sequences, tables], as planned
+  unsigned long long* moved_generations = nullptr;  ///< internal: the same once rows are moved
+  std::uint32_t* seen = nullptr;                    ///< internal: [tables, seen_words]
+  std::int64_t seen_words = 0;                      ///< internal
+  detail::PlanControl* control = nullptr;           ///< internal: [1]
 
   [[nodiscard]] KVTRIM_HOST_DEVICE std::int64_t heads() const noexcept {
     return static_cast<std::int64_t>(sequences) * layers * kv_heads;
@@ -102,6 +123,13 @@ struct DevicePlan {
                                                            LayerId l,
                                                            HeadId h) const noexcept {
     return (static_cast<std::int64_t>(raw(s)) * layers + raw(l)) * kv_heads + raw(h);
+  }
+  /// What that index stands for.
+  [[nodiscard]] KVTRIM_HOST_DEVICE detail::HeadPlace head_at(std::int64_t head) const noexcept {
+    const auto flat = static_cast<std::int32_t>(head);
+    return {SequenceId{flat / kv_heads / layers},
+            LayerId{flat / kv_heads % layers},
+            HeadId{flat % kv_heads}};
   }
   /// Index of table `t` of a sequence.
   [[nodiscard]] KVTRIM_HOST_DEVICE std::int64_t table_index(SequenceId s,
@@ -146,6 +174,9 @@ namespace detail {
   p.sources = layout.take<std::int32_t>(p.all_tables() * p.max_pages);
   p.released_rows = layout.take<std::int32_t>(p.all_tables() * 2 * p.max_pages);
   p.released = layout.take<std::int32_t>(p.all_tables() * 2 * p.max_pages);
+  p.released_free = layout.take<std::uint8_t>(p.all_tables() * 2 * p.max_pages);
+  p.generations = layout.take<unsigned long long>(p.all_tables());
+  p.moved_generations = layout.take<unsigned long long>(p.all_tables());
   p.seen = layout.take<std::uint32_t>(p.tables * p.seen_words);
   return p;
 }

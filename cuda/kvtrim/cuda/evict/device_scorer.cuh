@@ -8,7 +8,6 @@
 #include <kvtrim/cuda/select/top_k.cuh>
 #include <kvtrim/observe/observation.hpp>
 #include <kvtrim/policy/accumulate_params.hpp>
-#include <kvtrim/policy/external.hpp>
 #include <kvtrim/policy/policy.hpp>
 #include <kvtrim/score/scorer.hpp>
 
@@ -22,10 +21,19 @@ struct DeviceObservation {
   QueryBlock queries{};  ///< `data` in elements of `query_dtype`, strides in elements
   DType query_dtype = DType::f32;
   KeyScales key_scales{};  ///< of fp8 keys
-  SequencePlane scores{};  ///< ready-made fp32 scores by row, used instead of the policy's scorer
   const std::int32_t* budgets =
       nullptr;           ///< rows to keep, instead of the policy's own budget; null: the policy's
   RowMap budget_rows{};  ///< index of (sequence, layer, KV head) in `budgets`
+};
+
+/// Ready-made scores, used instead of the policy's own: any policy that ranks rows or pages can be planned by them, whether or
+/// not there are kernels for its scores.
+struct GivenScores {
+  explicit GivenScores(const SequencePlane& plane) noexcept : scores(plane) {}
+
+  SequencePlane scores;                   ///< fp32 by row, on the device; higher is kept
+  const std::int32_t* budgets = nullptr;  ///< as `DeviceObservation::budgets`
+  RowMap budget_rows{};                   ///< likewise
 };
 
 /// What a scorer is given besides the view.
@@ -38,20 +46,43 @@ struct ScorerCall {
   cudaStream_t stream = nullptr;
 };
 
+namespace detail {
+/// Rows of a scorer's plane of scores.
+[[nodiscard]] inline std::int64_t score_rows(const PlanShape& shape) noexcept {
+  return static_cast<std::int64_t>(shape.sequences) * shape.layers * shape.kv_heads *
+         shape.max_rows;
+}
+}  // namespace detail
+
 /// Scorer parameters on the device. Specialised for every kind that has kernels.
 ///
 /// | member                                  | meaning                                                  |
 /// |-----------------------------------------|----------------------------------------------------------|
 /// | `by_position`                           | there are no scores                                      |
+/// | `reads_positions(params)`               | whether a score depends on the positions of rows         |
 /// | `workspace_bytes(params, shape)`        | device bytes of a call, pure and monotone                |
 /// | `check(params, view, obs)`              | whether what it needs is there, as far as the host knows |
 /// | `launch(params, view, obs, call, rows)` | queues the scoring; `rows` is what `top_k` is to read    |
+/// | `prepare(params, view, obs)`            | loads the kernels that `launch` would use                |
 template <class Params>
-struct DeviceScorer;
+struct DeviceScorer {
+  static_assert(
+      sizeof(Params) == 0,
+      "kvtrim::cuda: no kernel scores rows by these parameters here. Window scores (SnapKV, "
+      "PyramidKV, TOVA, PageSelector) are in <kvtrim/cuda/evict/window_scorer.cuh>, key "
+      "scores (KeyNorm, KeyDiff) in <kvtrim/cuda/evict/key_scorer.cuh>; for all others "
+      "pass kvtrim::cuda::GivenScores");
+};
 
 template <>
 struct DeviceScorer<NoScores> {
   static constexpr bool by_position = true;
+  [[nodiscard]] static constexpr bool reads_positions(const NoScores&) noexcept { return false; }
+  [[nodiscard]] static cudaError_t prepare(const NoScores&,
+                                           const CacheView&,
+                                           const DeviceObservation&) noexcept {
+    return cudaSuccess;
+  }
   [[nodiscard]] static std::size_t workspace_bytes(const NoScores&, const PlanShape&) noexcept {
     return 0;
   }
@@ -75,6 +106,14 @@ struct DeviceScorer<NoScores> {
 template <>
 struct DeviceScorer<AccumulateParams> {
   static constexpr bool by_position = false;
+  [[nodiscard]] static constexpr bool reads_positions(const AccumulateParams& params) noexcept {
+    return params.age_normalised;
+  }
+  [[nodiscard]] static cudaError_t prepare(const AccumulateParams&,
+                                           const CacheView&,
+                                           const DeviceObservation&) noexcept {
+    return cudaSuccess;
+  }
   [[nodiscard]] static std::size_t workspace_bytes(const AccumulateParams&,
                                                    const PlanShape&) noexcept {
     return 0;
@@ -91,28 +130,6 @@ struct DeviceScorer<AccumulateParams> {
                                           RowScores& rows) noexcept {
     rows = {view.score_sums, view.score_compensations, view.positions, params.age_normalised};
     return cudaSuccess;
-  }
-};
-
-/// Ready-made scores: `DeviceObservation::scores` must be present; it is then used for any policy.
-template <>
-struct DeviceScorer<ExternalParams> {
-  static constexpr bool by_position = false;
-  [[nodiscard]] static std::size_t workspace_bytes(const ExternalParams&,
-                                                   const PlanShape&) noexcept {
-    return 0;
-  }
-  [[nodiscard]] static bool check(const ExternalParams&,
-                                  const CacheView&,
-                                  const DeviceObservation&) noexcept {
-    return false;
-  }
-  [[nodiscard]] static cudaError_t launch(const ExternalParams&,
-                                          const CacheView&,
-                                          const DeviceObservation&,
-                                          const ScorerCall&,
-                                          RowScores&) noexcept {
-    return cudaErrorInvalidValue;
   }
 };
 

@@ -1,13 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// CUDA loads a kernel when it is first used. This may wait for the device, which is forbidden while a stream is captured.
-// Score kernels are loaded by one call outside a capture (window_scores, accumulate_probabilities, accumulate_column_sums).
+// CUDA loads a kernel when it is first used, and a launch that needs much shared memory asks for it. Both are forbidden, or may
+// wait for the device, while a stream is captured: what a step launches is loaded before.
 
 #include <kvtrim/cuda/detail/device.hpp>
 #include <kvtrim/cuda/evict/apply.cuh>
 #include <kvtrim/cuda/evict/commit.cuh>
 #include <kvtrim/cuda/evict/plan.cuh>
+#include <kvtrim/cuda/evict/rerotate.cuh>
+#include <kvtrim/cuda/observe/accumulate.cuh>
 #include <kvtrim/cuda/select/top_k.cuh>
 #include <kvtrim/policy/policy.hpp>
 
@@ -15,18 +17,13 @@
 
 namespace kvtrim::cuda {
 
-/// Loads what `plan` (except for its scorer), `apply` and `commit` launch for `policy` and views within `shape`, on the current
-/// device. Call it once, before a capture.
-///
-/// \returns the first status that is not `cudaSuccess`
-/// \par Stream
-/// none; may wait for the device
+namespace detail {
+
+/// What every step launches, whatever ranks the rows.
 template <Policy P>
-[[nodiscard]] cudaError_t prepare(const P& policy, const PlanShape& shape) noexcept {
-  using namespace detail;
-  static_cast<void>(policy);
+[[nodiscard]] cudaError_t prepare_stages(const PlanShape& shape) noexcept {
   const SelectBounds bounds = select_bounds(shape);
-  const std::size_t keys = keys_fit(bounds) ? static_cast<std::size_t>(bounds.max_rows) * 4 : 0;
+  const SharedBytes keys = keys_fit(bounds) ? key_bytes(bounds) : SharedBytes{};
   const cudaError_t all[] = {load(clear_kernel<>),
                              load(check_kernel<>),
                              load(layout_kernel<>),
@@ -47,11 +44,43 @@ template <Policy P>
                              load(pack_kernel<true>, pack_shared_bytes),
                              load(pack_kernel<false>, pack_shared_bytes),
                              load(commit_tables_kernel<>),
-                             load(release_kernel<>)};
-  for (const cudaError_t e : all) {
-    if (e != cudaSuccess) { return e; }
+                             load(release_kernel<>),
+                             load(&list_tiles_kernel<list_threads>),
+                             load(&accumulate_kernel<accumulate_threads>),
+                             load(&rerotate_kernel<rerotate_threads>)};
+  if constexpr (DevicePolicy<P>::by_page) {
+    const cudaError_t pages[] = {load(page_scores_kernel<>), load(choose_pages_kernel<>)};
+    if (const cudaError_t e = first_error(pages); e != cudaSuccess) { return e; }
   }
-  return cudaSuccess;
+  return first_error(all);
+}
+
+}  // namespace detail
+
+/// Loads what a step by `policy` launches on the current device: `plan` with its scorer, `apply`, `commit`,
+/// `accumulate_probabilities` and `rerotate`, for views within `shape`. Call it once, before a capture, with what the plan will
+/// be given; the host reads types, sizes and strides alone, so numbers on the device need not be there yet.
+/// (`accumulate_column_sums` is loaded by `prepare_window_scores`.)
+///
+/// \returns the first status that is not `cudaSuccess`; `cudaErrorInvalidValue` if there is no kernel for these keys and queries
+/// \par Stream
+/// none; may wait for the device
+template <Policy P>
+[[nodiscard]] cudaError_t prepare(const P& policy,
+                                  const CacheView& view,
+                                  const DeviceObservation& obs,
+                                  const PlanShape& shape) noexcept {
+  using Scorer = typename detail::OwnScores<P>::Scorer;
+  const cudaError_t e = Scorer::prepare(policy.scorer(), view, obs);
+  return e != cudaSuccess ? e : detail::prepare_stages<P>(shape);
+}
+/// The same for scores that are given.
+template <Policy P>
+[[nodiscard]] cudaError_t prepare(const P&,
+                                  const CacheView&,
+                                  const GivenScores&,
+                                  const PlanShape& shape) noexcept {
+  return detail::prepare_stages<P>(shape);
 }
 
 }  // namespace kvtrim::cuda

@@ -17,6 +17,12 @@ namespace kvtrim::cuda {
 template <>
 struct DeviceScorer<WindowParams> {
   static constexpr bool by_position = false;
+  [[nodiscard]] static constexpr bool reads_positions(const WindowParams&) noexcept { return true; }
+  [[nodiscard]] static cudaError_t prepare(const WindowParams&,
+                                           const CacheView& view,
+                                           const DeviceObservation& obs) noexcept {
+    return prepare_window_scores(view, {obs.queries, obs.query_dtype});
+  }
 
   [[nodiscard]] static std::size_t workspace_bytes(const WindowParams& params,
                                                    const PlanShape& shape) noexcept {
@@ -37,7 +43,7 @@ struct DeviceScorer<WindowParams> {
     queries.block.rows = shape.query_rows;
     queries.block.row_counts = &ragged;
     detail::WorkspaceLayout layout;
-    static_cast<void>(layout.take<float>(rows_of(shape)));
+    static_cast<void>(layout.take<float>(detail::score_rows(shape)));
     return layout.bytes() +
            window_scores_workspace_bytes(params, view, queries, {shape.max_rows, 0});
   }
@@ -59,7 +65,7 @@ struct DeviceScorer<WindowParams> {
       return cudaErrorInvalidValue;
     }
     detail::WorkspaceLayout layout(call.workspace, call.bytes);
-    float* const scores = layout.take<float>(rows_of(shape));
+    float* const scores = layout.take<float>(detail::score_rows(shape));
     if (!layout.ok()) { return cudaErrorInvalidValue; }
     rows = {};
     rows.scores = SequencePlane::dense(scores, shape.layers, shape.kv_heads, shape.max_rows);
@@ -76,12 +82,6 @@ struct DeviceScorer<WindowParams> {
                          static_cast<std::byte*>(call.workspace) + layout.bytes(),
                          call.bytes - layout.bytes(),
                          call.stream);
-  }
-
- private:
-  [[nodiscard]] static std::int64_t rows_of(const PlanShape& shape) noexcept {
-    return static_cast<std::int64_t>(shape.sequences) * shape.layers * shape.kv_heads *
-           shape.max_rows;
   }
 };
 

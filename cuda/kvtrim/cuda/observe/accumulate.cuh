@@ -51,7 +51,7 @@ template <int Threads>
 __global__ void KVTRIM_LAUNCH_BOUNDS(Threads) accumulate_kernel(AccumulateArgs a) {
   const std::int32_t tiles = a.tiles.starts[a.tiles.tables];
   const std::int32_t group = a.probabilities.query_heads / a.view.kv_heads;
-  const float share = 1.0F / static_cast<float>(group);
+  const float share = __fdiv_rn(1.0F, static_cast<float>(group));
   const auto decay = static_cast<double>(a.params.decay);
   for (std::int32_t i = static_cast<std::int32_t>(blockIdx.x); i < tiles;
        i += static_cast<std::int32_t>(gridDim.x)) {
@@ -106,7 +106,7 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(Threads) accumulate_kernel(AccumulateArgs a
         const std::int32_t age =
             tile.next_position -
             raw(a.view.position(tile.sequence, tile.layer, tile.head, row + k));
-        if (age > 0) { score[k] /= static_cast<float>(age); }
+        if (age > 0) { score[k] = __fdiv_rn(score[k], static_cast<float>(age)); }
       }
     }
     if (vector) {

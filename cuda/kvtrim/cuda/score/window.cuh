@@ -71,7 +71,7 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(Threads)
     const std::int32_t table = raw(s) * tables_each + a.view.table_of(l, h);
     const std::int32_t p = static_cast<std::int32_t>(x % a.most_queries);
     if (a.tiles.starts[table] == a.tiles.starts[table + 1] ||
-        a.view.live_rows(s, l, h) <= a.window || p >= query_range(a, s, pad).count()) {
+        a.view.live_rows(s, l, h) <= a.unscored || p >= query_range(a, s, pad).count()) {
       continue;  // has no partials
     }
     const std::int32_t extent = bounded_extent(a.view, s, l, h, a.tiles.max_rows);
@@ -112,6 +112,7 @@ template <int Threads>
 __global__ void KVTRIM_LAUNCH_BOUNDS(Threads) pool_kernel(CacheView view,
                                                           TileList list,
                                                           WindowParams params,
+                                                          std::int32_t unscored,
                                                           const float* raw_scores,
                                                           const std::int32_t* ranks,
                                                           SequencePlane out) {
@@ -122,7 +123,7 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(Threads) pool_kernel(CacheView view,
     const KeyTile tile = tile_at(view, list, i);
     const std::int64_t item_rows = static_cast<std::int64_t>(tile.item) * list.max_rows;
     const float* const in = raw_scores + item_rows;
-    const std::int32_t scored = tile.live - params.window;
+    const std::int32_t scored = tile.live - unscored;
     const std::int32_t columns = params.columns == PoolColumns::all_columns ? tile.live : scored;
     for (std::int32_t k = thread; k < list.keys; k += Threads) {
       const std::int32_t row = tile.first + k;
@@ -146,7 +147,9 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(Threads) pool_kernel(CacheView view,
             value = x;
           }
         }
-        if (params.pooling == Pooling::average) { value /= static_cast<float>(params.kernel); }
+        if (params.pooling == Pooling::average) {
+          value = __fdiv_rn(value, static_cast<float>(params.kernel));
+        }
       }
       *reinterpret_cast<float*>(out.row(tile.sequence, tile.layer, tile.head, row)) = value;
     }
@@ -206,6 +209,27 @@ struct WindowMemory {
   return detail::WindowMemory::take(params, view, queries, bounds, {}).bytes;
 }
 
+/// Loads what `window_scores` and `accumulate_column_sums` launch for such keys and queries; the host reads types, sizes and
+/// strides alone.
+///
+/// \returns `cudaErrorInvalidValue` if there is no kernel for them; otherwise the first status that is not `cudaSuccess`
+/// \par Stream
+///   none; may wait for the device, so not inside a capture
+[[nodiscard]] inline cudaError_t prepare_window_scores(
+    const CacheView& view,
+    const DeviceQueries& queries,
+    ScorePath path = ScorePath::automatic) noexcept {
+  using namespace detail;
+  const AttentionChoice attention = choose_attention(view, queries, path);
+  if (attention.kernel == nullptr) { return cudaErrorInvalidValue; }
+  const cudaError_t all[] = {load(attention.kernel),
+                             load(&list_tiles_kernel<list_threads>),
+                             load(&rank_rows_kernel<pool_threads>),
+                             load(&combine_partials_kernel<pool_threads>),
+                             load(&pool_kernel<pool_threads>)};
+  return first_error(all);
+}
+
 /// Scores every live row of a batch by the attention that the last `params.window` queries pay to it, as `WindowScorer`
 /// does: reduced over rows and over the heads of a group, with the window's own columns cut, then pooled.
 ///
@@ -224,7 +248,9 @@ struct WindowMemory {
 ///   of a probability p = exp(x - lse) against exact arithmetic on the same keys, with S = scale * sum |q_d k_d|:
 ///   p (2^-21 + 2^-24 (4 S + 2 |x| + 2 |lse|)) + 2^-126; 16 S instead of 4 S on tensor cores, whose inner rounding is
 ///   not specified; without an LSE, 4 (or 16) times the largest S of the query is added. The same bits for any page size,
-///   page placement and batch
+///   page placement and batch. Under -use_fast_math, without an LSE another p 2^-21 (the logarithm of a sum), with a soft cap
+///   c another p 2^-10 c (the hyperbolic tangent); the rest does not change, as exponentials are approximated in any build and
+///   divisions in none
 /// \par Complexity
 ///   O(query rows * live rows * head_dim), twice that without an LSE; plus O(rows^2) for tables that are out of order
 /// \par Stream
@@ -273,6 +299,7 @@ struct WindowMemory {
   a.most_queries = m.most_queries;
   a.most_tiles = m.most_tiles;
   a.window = params.window;
+  a.unscored = params.unscored();
   a.rows = params.rows;
   a.group = params.group;
   a.query_vectors = queries_aligned(queries, queries.dtype == DType::f32 ? 16 : 8);
@@ -324,6 +351,7 @@ struct WindowMemory {
                    view,
                    a.tiles,
                    params,
+                   a.unscored,
                    static_cast<const float*>(m.raw),
                    static_cast<const std::int32_t*>(m.ranks),
                    scores);

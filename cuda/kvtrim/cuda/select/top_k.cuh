@@ -14,6 +14,7 @@
 #include <kvtrim/cuda/detail/device.hpp>
 #include <kvtrim/cuda/detail/workspace.hpp>
 #include <kvtrim/cuda/select/detail/radix.cuh>
+#include <kvtrim/observe/plan_shape.hpp>
 
 #include <cstddef>
 #include <cstdint>
@@ -57,6 +58,10 @@ inline constexpr std::uint32_t key_none = 0xFFFF'FFFEU;
 inline constexpr int select_chunk = 8192;  // entries per block if several share a KV head
 inline constexpr int shared_keys_at_most = 48 * 1024;
 inline constexpr int long_rows = 16 * 1024;
+
+[[nodiscard]] inline SelectBounds select_bounds(const PlanShape& shape) noexcept {
+  return {shape.sequences, shape.layers, shape.kv_heads, shape.max_rows};
+}
 
 /// The entries of one KV head.
 struct SelectItem {
@@ -139,8 +144,6 @@ KVTRIM_DEVICE void emit_entries(int first,
                                 std::int32_t* out) {
   constexpr int per_thread = 4;
   const int thread = static_cast<int>(threadIdx.x);
-  const int lane = thread & 31;
-  const int warp = thread >> 5;
   for (int base = first; base < last; base += select_threads * per_thread) {
     // Counts of this thread's entries: certain ones in the high half, ties in the low half. A tile has 2,048 entries.
     std::uint32_t sure = 0;
@@ -160,18 +163,8 @@ KVTRIM_DEVICE void emit_entries(int first,
         own += 1U;
       }
     }
-    std::uint32_t upto = own;
-    KVTRIM_UNROLL
-    for (unsigned step = 1; step < 32; step <<= 1U) {
-      const std::uint32_t other = __shfl_up_sync(full_warp, upto, step);
-      if (lane >= static_cast<int>(step)) { upto += other; }
-    }
-    if (lane == 31) { shared.warps[warp] = upto; }
-    __syncthreads();
-    const std::uint32_t total = lane < select_warps ? shared.warps[lane] : 0U;
-    const std::uint32_t before =
-        __reduce_add_sync(full_warp, lane < warp ? total : 0U) + upto - own;
-    const std::uint32_t all = __reduce_add_sync(full_warp, total);
+    std::uint32_t all = 0;
+    const std::uint32_t before = block_sum_before(own, shared.sums, all);
     int sure_here = sure_before + static_cast<int>(before >> 16U);
     int ties_here = ties_before + static_cast<int>(before & 0xFFFFU);
     KVTRIM_UNROLL
@@ -187,7 +180,6 @@ KVTRIM_DEVICE void emit_entries(int first,
     }
     sure_before += static_cast<int>(all >> 16U);
     ties_before += static_cast<int>(all & 0xFFFFU);
-    __syncthreads();
   }
 }
 
@@ -509,9 +501,12 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(select_threads)
   return b.max_rows > long_rows &&
          static_cast<std::int64_t>(b.sequences) * b.layers * b.kv_heads < multiprocessors();
 }
+/// Shared memory of `select_kernel<true>`: a key per entry.
+[[nodiscard]] inline SharedBytes key_bytes(const SelectBounds& b) noexcept {
+  return {static_cast<std::size_t>(b.max_rows) * 4, sizeof(SelectShared)};
+}
 [[nodiscard]] inline bool keys_fit(const SelectBounds& b) noexcept {
-  return b.max_rows <= shared_keys_at_most &&
-         static_cast<std::size_t>(b.max_rows) * 4 + sizeof(SelectShared) <= block_shared_bytes();
+  return b.max_rows <= shared_keys_at_most && key_bytes(b).fits();
 }
 
 struct SelectWorkspace {
@@ -647,7 +642,7 @@ struct SelectWorkspace {
     return launch(select_kernel<true>,
                   heads,
                   block,
-                  static_cast<std::size_t>(bounds.max_rows) * 4,
+                  key_bytes(bounds),
                   stream,
                   rows,
                   tasks,

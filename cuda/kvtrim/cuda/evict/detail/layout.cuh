@@ -80,6 +80,20 @@ namespace kvtrim::cuda::detail {
 
 inline constexpr int layout_threads = 256;
 
+/// Bytes that a layer's base must be a multiple of, of keys, values and un-rotated keys: each plane's own unit.
+struct BaseUnits {
+  std::int32_t of[kvtrim::detail::first_page_plane];
+};
+[[nodiscard]] inline BaseUnits base_units(const CacheView& view) noexcept {
+  BaseUnits units{};
+  for (std::int32_t i = 0; i < kvtrim::detail::first_page_plane; ++i) {
+    const Plane p = kvtrim::detail::plane_of(view, i);
+    const bool own = p && !(i == 1 && values_in_keys(view));  // those of the keys otherwise
+    units.of[i] = own ? row_plane(p, i == 1).unit : 1;
+  }
+  return units;
+}
+
 struct LayoutShared {
   kvtrim::detail::Region at[2];
 };
@@ -103,14 +117,14 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(layout_threads)
       bad = !cache::apart(
           shared.at[1], shared.at[0], cache::address_of(p.base) - cache::address_of(other.base));
     }
-    if (bad) { note_fault(plan.control, phase_check, 0, Status::bad_observation); }
+    if (bad) { note_fault(plan.control, phase_length, 0, Status::bad_observation); }
   }
 }
 
 // A block: two of the planes in pages, or one of them beside itself.
 template <class = void>
 __global__ void KVTRIM_LAUNCH_BOUNDS(layout_threads)
-    layout_kernel(CacheView view, DevicePlan plan) {
+    layout_kernel(CacheView view, DevicePlan plan, BaseUnits units) {
   namespace cache = kvtrim::detail;
   KVTRIM_SHARED(LayoutShared, shared, );
   const std::int32_t parts = cache::parts_of(view);
@@ -132,6 +146,11 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(layout_threads)
             (!p.constant() && !cache::follows_pools(view, p.layer_stride != 0, p.head_stride != 0));
     }
     const std::int32_t n = cache::bases_of(view, i);
+    for (std::int32_t x = static_cast<std::int32_t>(threadIdx.x);
+         i == j && i < cache::first_page_plane && x < n;
+         x += layout_threads) {
+      bad = bad || cache::base_of(view, i, x) % units.of[i] != 0;
+    }
     const std::int32_t m = cache::share_pages(view, i, j) ? cache::bases_of(view, j) : 0;
     for (std::int32_t x = static_cast<std::int32_t>(threadIdx.x); x < n * m && !bad;
          x += layout_threads) {
@@ -144,7 +163,7 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(layout_threads)
       bad = !cache::apart(
           shared.at[0], shared.at[1], cache::base_of(view, j, k) - cache::base_of(view, i, l));
     }
-    if (bad) { note_fault(plan.control, phase_check, 0, Status::bad_observation); }
+    if (bad) { note_fault(plan.control, phase_length, 0, Status::bad_observation); }
     __syncthreads();
   }
 }
@@ -161,7 +180,8 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(layout_threads)
                                  0,
                                  stream,
                                  view,
-                                 plan);
+                                 plan,
+                                 base_units(view));
     if (e != cudaSuccess) { return e; }
   }
   if (view.more_plane_count == 0) { return cudaSuccess; }

@@ -37,7 +37,8 @@ KVTRIM_DEVICE void write_window_score(const AttentionArgs& a,
                                       float group,
                                       std::int32_t heads,
                                       bool is_bad) {
-  const float mean = a.group == Reduction::mean ? group / static_cast<float>(heads) : group;
+  const float mean =
+      a.group == Reduction::mean ? __fdiv_rn(group, static_cast<float>(heads)) : group;
   const std::int64_t item_rows = static_cast<std::int64_t>(tile.item) * a.tiles.max_rows;
   const std::int32_t live = tile.live_index(row);
   const bool by_rank = a.ranks != nullptr && !tile.ordered;
@@ -61,7 +62,7 @@ KVTRIM_DEVICE void write_column_sum(const AttentionArgs& a,
   float now = *total;
   float now_rest = *total_rest;
   if (a.decay != 1) { scale_compensated(now, now_rest, power(a.decay, range.votes)); }
-  const float share = 1.0F / static_cast<float>(range.group);
+  const float share = __fdiv_rn(1.0F, static_cast<float>(range.group));
   // Products are rounded first: fused into the sum, they would differ from what the compensation subtracts again.
   add_compensated(now, now_rest, __fmul_rn(sum, share));
   add_compensated(now, now_rest, __fmul_rn(rest, share));
@@ -72,7 +73,8 @@ KVTRIM_DEVICE void write_column_sum(const AttentionArgs& a,
     const std::int32_t age =
         tile.next_position - raw(a.view.position(tile.sequence, tile.layer, tile.head, row));
     const float score = now + now_rest;
-    *plane(a.scores) = a.age_normalised && age > 0 ? score / static_cast<float>(age) : score;
+    *plane(a.scores) =
+        a.age_normalised && age > 0 ? __fdiv_rn(score, static_cast<float>(age)) : score;
   }
 }
 
@@ -107,7 +109,7 @@ KVTRIM_DEVICE void attend(const AttentionArgs& a,
 
   for (std::int32_t i = begin; i < end; i += stride) {
     const KeyTile tile = tile_at(a.view, a.tiles, i);
-    if (!sums && tile.live <= a.window) { continue; }  // all columns belong to the window
+    if (!sums && tile.live <= a.unscored) { continue; }  // all columns belong to the window
     const QueryRange range = query_range(a, tile.sequence, Product::pad);
 
     // Addresses of all keys first, then all loads, so that no load waits for an address.
@@ -171,7 +173,7 @@ KVTRIM_DEVICE void attend(const AttentionArgs& a,
     }
     constexpr float log2_e = 1.44269504088896340736F;
     const float cap = a.queries.block.soft_cap;
-    const float factor = cap > 0 ? scale / cap : scale * log2_e;
+    const float factor = cap > 0 ? __fdiv_rn(scale, cap) : scale * log2_e;
     const float cap2 = cap * log2_e;
     const bool maxima = a.rows == Reduction::max;
     const bool plain = a.use != AttentionUse::partials && !(cap > 0) && !maxima && !a.squared &&

@@ -34,6 +34,7 @@ struct AttentionArgs {
   std::int32_t most_queries;  // padded queries per item; the workspace is indexed by it
   std::int32_t most_tiles;    // per table; likewise
   std::int32_t window;        // how many of the last queries vote
+  std::int32_t unscored;      // window scores: last columns that get none
   AttentionUse use;
   Reduction rows;
   Reduction group;
@@ -198,7 +199,7 @@ struct Reducer {
     const float divisor = rows == Reduction::mean ? static_cast<float>(votes) : 1.0F;
     KVTRIM_UNROLL
     for (int j = 0; j < Keys; ++j) {
-      const float value = (sum[j] + rest[j]) / divisor;
+      const float value = __fdiv_rn(sum[j] + rest[j], divisor);
       if (votes > 0) {
         group[j] = heads_by == Reduction::max ? fmaxf(group[j], value) : group[j] + value;
       }

@@ -19,23 +19,19 @@ KVTRIM_DEVICE void values_of(std::uint32_t word, float (&out)[4 / sizeof(T)]) {
     out[0] = __uint_as_float(word << 16U);
     out[1] = __uint_as_float(word & 0xFFFF'0000U);
   } else if constexpr (std::is_same_v<T, __half>) {
-    const auto widened = [](std::uint32_t bits) {
-      return __half2float(__ushort_as_half(static_cast<unsigned short>(bits)));
-    };
-    out[0] = widened(word & 0xFFFFU);
-    out[1] = widened(word >> 16U);
+    out[0] = half_to_float(word);
+    out[1] = half_to_float(word >> 16U);
   } else {
     KVTRIM_UNROLL
     for (int i = 0; i < 4; ++i) {
       const std::uint32_t bits = word >> (8 * i) & 0xFFU;
       if constexpr (std::is_same_v<T, __nv_fp8_e5m2>) {  // the upper byte of a half
-        out[i] = __half2float(__ushort_as_half(static_cast<unsigned short>(bits << 8U)));
+        out[i] = half_to_float(bits << 8U);
       } else {
-        // Exponents are 120 too low; the product normalises subnormals too. The one NaN has all bits set.
-        const float magnitude = (bits & 0x7FU) == 0x7FU ? __uint_as_float(0x7FC0'0000U)
-                                                        : __uint_as_float((bits & 0x7FU) << 20U) *
-                                                              __uint_as_float(0x7B80'0000U);
-        out[i] = (bits & 0x80U) != 0 ? -magnitude : magnitude;
+        // As a half, exponents are 8 too low. The one NaN has all bits set.
+        const std::uint32_t half = (bits & 0x80U) << 8U | (bits & 0x7FU) << 7U;
+        out[i] =
+            (bits & 0x7FU) == 0x7FU ? __uint_as_float(0x7FC0'0000U) : half_to_float(half) * 256.0F;
       }
     }
   }

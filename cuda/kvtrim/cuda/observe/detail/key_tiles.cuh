@@ -6,6 +6,7 @@
 // its size in its own table, so nothing that is computed for it depends on the other sequences.
 
 #include <kvtrim/cache/cache_view.hpp>
+#include <kvtrim/cuda/detail/block_scan.cuh>
 #include <kvtrim/cuda/detail/device.hpp>
 #include <kvtrim/cuda/detail/workspace.hpp>
 
@@ -66,11 +67,9 @@ inline constexpr int list_threads = 512;
 /// Lists the tiles. One block.
 template <int Threads>
 __global__ void KVTRIM_LAUNCH_BOUNDS(Threads) list_tiles_kernel(CacheView view, TileList list) {
-  constexpr int warps = Threads / 32;
-  KVTRIM_SHARED(int, sums, [warps]);
+  using Scan = BlockScan<Threads, int>;
+  KVTRIM_SHARED(Scan, shared, );
   const int thread = static_cast<int>(threadIdx.x);
-  const int lane = thread & 31;
-  const int warp = thread >> 5;
   const int tables_each = view.tables_per_sequence();
   const int heads_each = view.layers_per_table() * view.heads_per_table();
   int before = 0;
@@ -88,20 +87,10 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(Threads) list_tiles_kernel(CacheView view, 
         tiles = (rows + list.keys - 1) / list.keys * heads_each;
       }
     }
-    int reached = tiles;
-    KVTRIM_UNROLL
-    for (int d = 1; d < 32; d <<= 1) {
-      const int below = __shfl_up_sync(full_warp, reached, static_cast<unsigned>(d));
-      if (lane >= d) { reached += below; }
-    }
-    if (lane == 31) { sums[warp] = reached; }
-    __syncthreads();
-    const int sum = lane < warps ? sums[lane] : 0;
-    const int warps_before = __reduce_add_sync(full_warp, lane < warp ? sum : 0);
-    const int all = __reduce_add_sync(full_warp, sum);
-    if (u < list.tables) { list.starts[u] = before + warps_before + reached - tiles; }
+    int all = 0;
+    const int first = before + block_sum_before(tiles, shared, all);
+    if (u < list.tables) { list.starts[u] = first; }
     before += all;
-    __syncthreads();  // the sums have been read
   }
   if (thread == 0) { list.starts[list.tables] = before; }
 }

@@ -101,10 +101,10 @@ KVTRIM_DEVICE float4 load_query_4(const void* data, std::int64_t offset, DType d
                        __uint_as_float(bits.y << 16U),
                        __uint_as_float(bits.y & 0xFFFF'0000U));
   }
-  return make_float4(f16_to_float(static_cast<std::uint16_t>(bits.x & 0xFFFFU)),
-                     f16_to_float(static_cast<std::uint16_t>(bits.x >> 16U)),
-                     f16_to_float(static_cast<std::uint16_t>(bits.y & 0xFFFFU)),
-                     f16_to_float(static_cast<std::uint16_t>(bits.y >> 16U)));
+  return make_float4(half_to_float(bits.x),
+                     half_to_float(bits.x >> 16U),
+                     half_to_float(bits.y),
+                     half_to_float(bits.y >> 16U));
 }
 
 /// Whether four elements can be loaded at once wherever a row begins.
@@ -119,12 +119,10 @@ KVTRIM_DEVICE float4 load_query_4(const void* data, std::int64_t offset, DType d
   return good;
 }
 
-/// Whether keys and queries have a shape that the kernels know.
-[[nodiscard]] inline bool readable_on_device(const CacheView& view,
-                                             const DeviceQueries& queries) noexcept {
+/// Whether keys have a shape that the kernels know.
+[[nodiscard]] inline bool keys_readable(const CacheView& view) noexcept {
   const Plane& k = view.k;
   const std::int64_t element = element_bytes(k.dtype);
-  const QueryBlock& b = queries.block;
   if (element == 0 || k.dtype == DType::i8 || k.pack < 1 || view.page_size < 1 ||
       view.kv_heads < 1 || view.layers < 1 || view.sequences < 0) {
     return false;
@@ -142,8 +140,15 @@ KVTRIM_DEVICE float4 load_query_4(const void* data, std::int64_t offset, DType d
   for (const std::int64_t s : strides) {
     if (s % element != 0) { return false; }
   }
-  return b.data != nullptr && readable(queries.dtype) && b.query_heads >= view.kv_heads &&
-         b.query_heads % view.kv_heads == 0 && b.rows >= 0 &&
+  return true;
+}
+
+/// Whether keys and queries have a shape that the kernels know.
+[[nodiscard]] inline bool readable_on_device(const CacheView& view,
+                                             const DeviceQueries& queries) noexcept {
+  const QueryBlock& b = queries.block;
+  return keys_readable(view) && b.data != nullptr && readable(queries.dtype) &&
+         b.query_heads >= view.kv_heads && b.query_heads % view.kv_heads == 0 && b.rows >= 0 &&
          aligned_to(static_cast<std::size_t>(element_bytes(queries.dtype)), b.data);
 }
 

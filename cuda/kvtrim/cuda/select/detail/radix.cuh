@@ -4,6 +4,7 @@
 // What the selection kernels share: histograms of one digit of a key, and the walk from the highest digit down to the one
 // that holds the k-th key. All functions are for a whole block of `select_threads` threads.
 
+#include <kvtrim/cuda/detail/block_scan.cuh>
 #include <kvtrim/cuda/detail/device.hpp>
 
 #include <cstdint>
@@ -11,7 +12,6 @@
 namespace kvtrim::cuda::detail {
 
 inline constexpr int select_threads = 512;
-inline constexpr int select_warps = select_threads / 32;
 inline constexpr int radix_bins = 2048;
 inline constexpr int radix_digits = 3;  // 11 + 11 + 10 bits, as in the host's top_k
 
@@ -39,7 +39,7 @@ KVTRIM_DEVICE bool has_prefix(std::uint32_t key, std::uint32_t prefix, int i) {
 /// Shared memory of a selecting block.
 struct SelectShared {
   std::uint32_t counts[radix_bins];
-  std::uint32_t warps[select_warps];
+  BlockScan<select_threads, std::uint32_t> sums;
   std::uint32_t digit;
   std::int32_t left;
   std::int32_t nan;
@@ -60,8 +60,6 @@ KVTRIM_DEVICE void pick_digit(const std::uint32_t* counts,
                               SelectShared& shared) {
   constexpr int per_thread = radix_bins / select_threads;
   const int thread = static_cast<int>(threadIdx.x);
-  const int lane = thread & 31;
-  const int warp = thread >> 5;
   const Digit d = digit_of(i);
   const int top = (1 << d.bits) - 1;
   __syncthreads();
@@ -73,17 +71,8 @@ KVTRIM_DEVICE void pick_digit(const std::uint32_t* counts,
     own[j] = bin >= 0 ? counts[bin] : 0U;
     sum += own[j];
   }
-  std::uint32_t upto = sum;
-  KVTRIM_UNROLL
-  for (unsigned step = 1; step < 32; step <<= 1U) {
-    const std::uint32_t other = __shfl_up_sync(full_warp, upto, step);
-    if (lane >= static_cast<int>(step)) { upto += other; }
-  }
-  if (lane == 31) { shared.warps[warp] = upto; }
-  __syncthreads();
-  const std::uint32_t total = lane < select_warps ? shared.warps[lane] : 0U;
-  const std::uint32_t before = __reduce_add_sync(full_warp, lane < warp ? total : 0U);
-  std::uint32_t seen = before + upto - sum;  // keys with higher digits
+  std::uint32_t all = 0;
+  std::uint32_t seen = block_sum_before(sum, shared.sums, all);  // keys with higher digits
   const auto wanted = static_cast<std::uint32_t>(state.left);
   if (seen < wanted && wanted <= seen + sum) {  // true for exactly one thread
     int bin = top - thread * per_thread;

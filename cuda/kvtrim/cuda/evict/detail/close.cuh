@@ -1,0 +1,454 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// From kept rows, or kept pages, to tables: which pages a table has, what leaves it, what moves, and whether that may be: the
+// host's `stage::close`.
+
+#include <kvtrim/cache/cache_view.hpp>
+#include <kvtrim/cache/move.hpp>
+#include <kvtrim/core/removal.hpp>
+#include <kvtrim/cuda/detail/block_scan.cuh>
+#include <kvtrim/cuda/detail/device.hpp>
+#include <kvtrim/cuda/evict/detail/check.cuh>
+#include <kvtrim/cuda/evict/detail/row_plane.cuh>
+#include <kvtrim/cuda/evict/device_plan.cuh>
+#include <kvtrim/select/pages.hpp>
+
+#include <cstdint>
+
+namespace kvtrim::cuda::detail {
+
+/// What a closing block is told besides the plan.
+struct CloseInput {
+  bool by_position = false;   // pages stay by the ranks of their rows alone
+  bool out_of_place = false;  // rows go into spare pages
+  const std::uint8_t* stays =
+      nullptr;  // [sequences, tables, max_pages]: pages were chosen; 1: it stays
+  ReservedPages reserved = ReservedPages::follow;
+};
+
+/// Shared memory of a closing block.
+struct CloseShared {
+  BlockScan<table_threads, std::int32_t> ranks;
+  std::int32_t slot;
+};
+
+/// Index of the first of `rows[0, n)` that is not below `value + i * slope`; the differences ascend.
+KVTRIM_DEVICE std::int32_t first_not_below(const std::int32_t* rows,
+                                           std::int32_t n,
+                                           std::int32_t value,
+                                           std::int32_t slope) {
+  std::int32_t low = 0;
+  std::int32_t high = n;
+  while (low < high) {
+    const std::int32_t middle = low + (high - low) / 2;
+    if (rows[middle] < value + slope * middle) {
+      low = middle + 1;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+
+/// The table that a closing block works on.
+struct ClosingTable {
+  const CacheView& view;
+  const DevicePlan& plan;
+  CloseShared& shared;
+  SequenceId s;
+  std::int32_t t;
+  std::int64_t index;
+  LayerId l0;
+  HeadId h0;
+  std::int32_t heads;  // that it serves
+  std::int32_t heads_a_layer;
+  const CloseInput& input;
+
+  KVTRIM_DEVICE LayerId layer(std::int32_t i) const { return LayerId{raw(l0) + i / heads_a_layer}; }
+  KVTRIM_DEVICE HeadId head(std::int32_t i) const { return HeadId{raw(h0) + i % heads_a_layer}; }
+  KVTRIM_DEVICE std::int64_t head_index(std::int32_t i) const {
+    return plan.head_index(s, layer(i), head(i));
+  }
+  /// Ids of an entry that leaves: K's, and V's where they are separate.
+  KVTRIM_DEVICE std::int32_t ids() const { return view.table.v_offset != 0 ? 2 : 1; }
+  KVTRIM_DEVICE void release(std::int32_t e, std::int32_t place) const {
+    std::int32_t* const list = plan.released_rows + index * 2 * plan.max_pages + place * ids();
+    list[0] = raw(view.k_page(s, l0, h0, e));
+    if (ids() == 2) { list[1] = raw(view.v_page(s, l0, h0, e)); }
+  }
+  KVTRIM_DEVICE void take(std::int32_t to, std::int32_t from) const {
+    std::int32_t* const k_pages = plan.pages_of(index);
+    k_pages[to] = raw(view.k_page(s, l0, h0, from));
+    k_pages[plan.max_pages + to] = raw(view.v_page(s, l0, h0, from));
+    plan.sources[index * plan.max_pages + to] = from;
+  }
+  /// Reserved entries are behind the last page that stays, or leave before all others. Returns how many leave.
+  KVTRIM_DEVICE std::int32_t settle_reserved(TablePlan& table) const {
+    const bool follow = input.reserved == ReservedPages::follow;
+    table.reserved_after = follow ? table.reserved_before : 0;
+    for (std::int32_t e = static_cast<std::int32_t>(threadIdx.x); e < table.reserved_before;
+         e += table_threads) {
+      if (follow) {
+        take(table.pages_after + e, table.pages_before + e);
+      } else {
+        release(table.pages_before + e, table.reserved_before - 1 - e);
+      }
+    }
+    return table.reserved_before - table.reserved_after;
+  }
+  KVTRIM_DEVICE bool entry_is_shared(const TablePlan& table, std::int32_t e) const {
+    if (e < table.first_row / view.page_size) { return false; }
+    return !view.writable(view.k_page(s, l0, h0, e), l0, h0) ||
+           !view.writable(view.v_page(s, l0, h0, e), l0, h0);
+  }
+};
+
+/// Whether row `from` has, at place `to`, another entry of a page plane whose entries belong to several rows.
+KVTRIM_DEVICE bool leaves_entry(const CacheView& view,
+                                std::int32_t first_row,
+                                std::int32_t from,
+                                std::int32_t to) {
+  const std::int32_t a = from + first_row;
+  const std::int32_t b = to + first_row;
+  const bool same_page = a / view.page_size == b / view.page_size;
+  bool leaves = false;
+  for (int i = 0; i < view.page_plane_count; ++i) {
+    const PagePlane p = view.page_planes[i];
+    const std::int32_t each = p.rows_per_entry(view.page_size);
+    leaves = leaves || (kvtrim::detail::ties_rows(view, p) &&
+                        !(same_page && a % view.page_size / each == b % view.page_size / each));
+  }
+  return leaves;
+}
+
+/// Closes the table up to whole pages.
+KVTRIM_DEVICE Status close_drop(const ClosingTable& at, TablePlan& table, const SelectTask& task) {
+  const std::int32_t thread = static_cast<std::int32_t>(threadIdx.x);
+  const CacheView& view = at.view;
+  const bool by_position = at.input.by_position;
+  const std::uint8_t* const chosen =
+      at.input.stays == nullptr ? nullptr : at.input.stays + at.index * at.plan.max_pages;
+  std::int32_t* const flags = at.plan.sources + at.index * at.plan.max_pages;
+  const PageSpan span{table.live_before, table.first_row, view.page_size};
+  const std::int32_t padded = pages_for(table.first_row, view.page_size);
+  for (std::int32_t e = thread; e < table.pages_before; e += table_threads) {
+    const bool stays = e < padded || (chosen != nullptr && chosen[e] != 0) ||
+                       (by_position && (span.begin(e) < task.begin || span.end(e) > task.end));
+    flags[e] = stays ? 1 : 0;
+  }
+  __syncthreads();
+  if (!by_position && chosen == nullptr) {
+    for (std::int32_t i = 0; i < at.heads; ++i) {
+      const std::int32_t* const rows = at.plan.rows_of(at.head_index(i));
+      for (std::int32_t k = thread; k < task.keep; k += table_threads) {
+        atomicExch(&flags[(rows[k] + table.first_row) / view.page_size], 1);
+      }
+    }
+    __syncthreads();
+  }
+  // Two walks: how many go (the released ones are listed tail first), then the lists.
+  std::int32_t staying = 0;
+  for (std::int32_t base = 0; base < table.pages_before; base += table_threads) {
+    const std::int32_t e = base + thread;
+    const bool stays = e < table.pages_before && flags[e] != 0;
+    staying += __syncthreads_count(stays);
+  }
+  const std::int32_t going = table.pages_before - staying;
+  const std::int32_t reserved_going =
+      at.input.reserved == ReservedPages::follow ? 0 : table.reserved_before;
+  std::int32_t* const k_pages = at.plan.pages_of(at.index);
+  std::int32_t* const v_pages = k_pages + at.plan.max_pages;
+  std::int32_t taken = 0;
+  std::int32_t rows = 0;
+  for (std::int32_t base = 0; base < table.pages_before; base += table_threads) {
+    const std::int32_t e = base + thread;
+    const bool in = e < table.pages_before;
+    const bool stays = in && flags[e] != 0;
+    std::int32_t here = 0;
+    const std::int32_t to = taken + block_rank(stays, at.shared.ranks, here);
+    if (stays) {
+      k_pages[to] = raw(view.k_page(at.s, at.l0, at.h0, e));
+      v_pages[to] = raw(view.v_page(at.s, at.l0, at.h0, e));
+      flags[to] = e;  // `to` is not above `e`, and this tile's flags have been read
+      rows += span.end(e) - span.begin(e);
+    } else if (in) {
+      at.release(e, reserved_going + going - 1 - (e - to));
+    }
+    taken += here;
+  }
+  rows = block_sum(rows, at.shared.ranks);
+  table.pages_after = staying;
+  table.live_after = rows;
+  table.released = (going + at.settle_reserved(table)) * at.ids();
+  if (rows == table.live_before) {
+    table.evicts = false;
+    table.released = 0;
+    table.pages_after = table.pages_before;
+    table.reserved_after = table.reserved_before;
+  }
+  for (std::int32_t i = thread; i < at.heads; i += table_threads) {
+    HeadPlan head;
+    head.evicted = table.live_before - rows;
+    at.plan.head_plans[at.head_index(i)] = head;
+  }
+  if (chosen != nullptr) { return Status::ok; }
+  return !by_position && rows > task.keep ? Status::over_budget : Status::ok;
+}
+
+/// Entries [0, pages_after) keep their ids; those from `released_from` on are released, tail first.
+KVTRIM_DEVICE void keep_leading_pages(const ClosingTable& at,
+                                      TablePlan& table,
+                                      std::int32_t released_from) {
+  const std::int32_t reserved_going = at.settle_reserved(table);
+  for (std::int32_t e = static_cast<std::int32_t>(threadIdx.x); e < table.pages_before;
+       e += table_threads) {
+    if (e < table.pages_after) {
+      at.take(e, e);
+      if (e >= released_from) { at.plan.sources[at.index * at.plan.max_pages + e] = -1; }
+    }
+    if (e >= released_from) { at.release(e, reserved_going + table.pages_before - 1 - e); }
+  }
+  table.released = (reserved_going + table.pages_before - released_from) * at.ids();
+}
+
+/// For one row too many: its slot takes the next append.
+KVTRIM_DEVICE Status close_overwrite(const ClosingTable& at,
+                                     TablePlan& table,
+                                     const SelectTask& task,
+                                     bool common) {
+  const std::int32_t thread = static_cast<std::int32_t>(threadIdx.x);
+  const CacheView& view = at.view;
+  const std::int32_t window = table.shared_kept;
+  table.shared_kept = 0;
+  const std::int32_t first_victim = at.plan.rows_of(at.head_index(0))[task.keep];
+  bool differs = false;
+  bool shared_victim = false;
+  for (std::int32_t i = thread; i < at.heads; i += table_threads) {
+    const std::int32_t victim = at.plan.rows_of(at.head_index(i))[task.keep];
+    differs = differs || victim != first_victim;
+    shared_victim =
+        shared_victim || at.entry_is_shared(table, (victim + table.first_row) / view.page_size);
+  }
+  differs = __syncthreads_or(differs) != 0;
+  if (__syncthreads_or(shared_victim) != 0) { return Status::shared_page; }
+  // The row that just left the window, if it can be found: this keeps the window's slots a ring.
+  std::int32_t slot = first_victim;
+  if (differs) {
+    if (common) { return Status::planes_disagree; }
+    if (thread == 0) { at.shared.slot = first_victim; }
+    __syncthreads();
+    const Position leaving{task.next_position - 1 - window};
+    for (std::int32_t r = thread; r < table.live_before; r += table_threads) {
+      if (view.position(at.s, at.l0, at.h0, r) == leaving &&
+          !at.entry_is_shared(table, (r + table.first_row) / view.page_size)) {
+        at.shared.slot = r;  // one row at most
+      }
+    }
+    __syncthreads();
+    slot = at.shared.slot;
+  }
+  bool moves = false;
+  bool parts = false;
+  for (std::int32_t i = thread; i < at.heads; i += table_threads) {
+    HeadPlan head;
+    head.evicted = 1;
+    head.victim = at.plan.rows_of(at.head_index(i))[task.keep];
+    head.moved = head.victim == slot ? 0 : 1;
+    moves = moves || head.moved != 0;
+    parts = parts || (head.moved != 0 && leaves_entry(view, table.first_row, slot, head.victim));
+    at.plan.head_plans[at.head_index(i)] = head;
+  }
+  moves = __syncthreads_or(moves) != 0;
+  if (__syncthreads_or(parts) != 0) { return Status::planes_disagree; }
+  table.live_after = table.live_before - 1;
+  table.ordered_after = table.ordered_after && !moves;
+  table.append_row = slot == table.extent_before - 1 ? -1 : slot;
+  const std::int32_t extent = table.live_after + (table.append_row >= 0 ? 1 : 0);
+  table.pages_after = pages_for(extent + table.first_row, view.page_size);
+  keep_leading_pages(at, table, table.pages_after);
+  return Status::ok;
+}
+
+/// Whether the kept rows of two KV heads are the same; all threads of the block get the answer.
+KVTRIM_DEVICE bool same_kept_rows(const DevicePlan& plan, std::int64_t a, std::int64_t b) {
+  const SelectTask x = plan.tasks[a];
+  const SelectTask y = plan.tasks[b];
+  bool differs = x.active != y.active || x.extent != y.extent || x.keep != y.keep;
+  if (!differs && x.active != 0) {
+    for (std::int32_t k = static_cast<std::int32_t>(threadIdx.x); k < x.keep; k += table_threads) {
+      differs = differs || plan.rows_of(a)[k] != plan.rows_of(b)[k];
+    }
+  }
+  return __syncthreads_or(differs) == 0;
+}
+/// The same of the pages that were chosen for two tables.
+KVTRIM_DEVICE bool same_pages(const ClosingTable& at, const TablePlan& table, std::int64_t other) {
+  const std::uint8_t* const a = at.input.stays + at.index * at.plan.max_pages;
+  const std::uint8_t* const b = at.input.stays + other * at.plan.max_pages;
+  bool differs = false;
+  for (std::int32_t e = static_cast<std::int32_t>(threadIdx.x); e < table.pages_before;
+       e += table_threads) {
+    differs = differs || a[e] != b[e];
+  }
+  return __syncthreads_or(differs) == 0;
+}
+
+/// Rows close up (in order, from the tail, or into spare pages).
+KVTRIM_DEVICE Status close_pack(
+    const ClosingTable& at, TablePlan& table, const SelectTask& task, bool common, bool ties) {
+  const bool out_of_place = at.input.out_of_place;
+  const std::int32_t thread = static_cast<std::int32_t>(threadIdx.x);
+  const CacheView& view = at.view;
+  if (common) {
+    for (std::int32_t i = 1; i < at.heads; ++i) {
+      if (!same_kept_rows(at.plan, at.head_index(0), at.head_index(i))) {
+        return Status::planes_disagree;
+      }
+    }
+  }
+  const std::int32_t kept = task.keep;
+  const std::int32_t padding = table.first_row / view.page_size;
+  table.live_after = kept;
+  table.append_row = -1;
+  table.pages_after = pages_for(kept + table.first_row, view.page_size);
+  table.shared_kept = 0;
+  table.spare_pages = out_of_place ? table.pages_after - padding : 0;
+  bool moves = false;
+  bool writes_shared = false;
+  const bool fills = table.removal == Removal::fill_holes;
+  for (std::int32_t i = thread; i < at.heads; i += table_threads) {
+    const std::int32_t* const rows = at.plan.rows_of(at.head_index(i));
+    HeadPlan head;
+    head.kept = kept;
+    head.evicted = table.live_before - kept;
+    // Stable: rows before the first gap stay. Holes: rows below `kept` stay, the others fill the holes in order.
+    const std::int32_t stay =
+        fills ? first_not_below(rows, kept, kept, 0) : first_not_below(rows, kept, 1, 1);
+    head.moved = out_of_place ? kept : kept - stay;
+    moves = moves || head.moved != 0;
+    at.plan.head_plans[at.head_index(i)] = head;
+  }
+  moves = __syncthreads_or(moves) != 0;
+  if (!out_of_place && !view.writable.all()) {
+    for (std::int32_t i = 0; i < at.heads; ++i) {
+      const std::int32_t* const rows = at.plan.rows_of(at.head_index(i));
+      const auto moved = static_cast<std::int32_t>(at.plan.head_plans[at.head_index(i)].moved);
+      for (std::int32_t k = thread; k < moved; k += table_threads) {
+        const std::int32_t to = fills ? rows[kept + k] : kept - moved + k;
+        writes_shared =
+            writes_shared || at.entry_is_shared(table, (to + table.first_row) / view.page_size);
+      }
+    }
+  }
+  if (__syncthreads_or(writes_shared) != 0) { return Status::shared_page; }
+  if (ties && moves) {
+    bool parts = out_of_place;  // into other pages
+    for (std::int32_t i = 0; i < at.heads && !parts; ++i) {
+      const std::int32_t* const rows = at.plan.rows_of(at.head_index(i));
+      const auto moved = static_cast<std::int32_t>(at.plan.head_plans[at.head_index(i)].moved);
+      for (std::int32_t k = thread; k < moved && !parts; k += table_threads) {
+        const std::int32_t to = fills ? rows[kept + k] : kept - moved + k;
+        parts = leaves_entry(view, table.first_row, rows[kept - moved + k], to);
+      }
+    }
+    if (__syncthreads_or(parts) != 0) { return Status::planes_disagree; }
+  }
+  table.ordered_after = table.ordered_after && !(fills && moves);
+  keep_leading_pages(at, table, out_of_place ? padding : table.pages_after);
+  return Status::ok;
+}
+
+/// Whether heads or layers that have their own tables but share sequence planes keep the same rows.
+KVTRIM_DEVICE bool agrees_with_other_tables(const ClosingTable& at, const TablePlan& table) {
+  const CacheView& view = at.view;
+  bool heads = false;
+  bool layers = false;
+  for (int i = 0; i < sequence_plane_count(view); ++i) {
+    const SequencePlane p = sequence_plane(view, i);
+    heads = heads || (p && p.head_stride == 0);
+    layers = layers || (p && p.layer_stride == 0);
+  }
+  heads = heads && view.scope == TableScope::head && view.kv_heads > 1;
+  layers = layers && view.scope != TableScope::group && view.layers > 1;
+  if (!heads && !layers) { return true; }
+  bool agree = true;
+  for (std::int32_t i = 0; i < at.heads; ++i) {
+    const LayerId l = layers ? LayerId{0} : at.layer(i);
+    const HeadId h = heads ? HeadId{0} : at.head(i);
+    const std::int64_t other = at.plan.head_index(at.s, l, h);
+    const SelectTask x = at.plan.tasks[at.head_index(i)];
+    const SelectTask y = at.plan.tasks[other];
+    if (at.input.stays == nullptr) {
+      agree = same_kept_rows(at.plan, at.head_index(i), other) && agree;
+    } else if (x.active != y.active || x.extent != y.extent) {
+      agree = false;
+    } else {
+      const std::int64_t theirs = at.plan.table_index(at.s, view.table_of(l, h));
+      agree = same_pages(at, table, theirs) && agree;
+    }
+  }
+  return agree;
+}
+
+// A block: one table.
+template <class = void>
+__global__ void KVTRIM_LAUNCH_BOUNDS(table_threads, 2)
+    close_kernel(CacheView view, DevicePlan plan, CloseInput input) {
+  KVTRIM_SHARED(CloseShared, shared, );
+  for (std::int64_t i = blockIdx.x; i < plan.all_tables(); i += gridDim.x) {
+    if (failed_before(plan.control, phase_close)) { return; }
+    TablePlan table = plan.table_plans[i];
+    __syncthreads();  // all threads have read what thread 0 writes below
+    if (!table.evicts) { continue; }
+    const auto t = static_cast<std::int32_t>(i % plan.tables);
+    const SequenceId s{static_cast<std::int32_t>(i / plan.tables)};
+    const ClosingTable at{view,
+                          plan,
+                          shared,
+                          s,
+                          t,
+                          i,
+                          view.first_layer(t),
+                          view.first_head(t),
+                          view.layers_per_table() * view.heads_per_table(),
+                          view.heads_per_table(),
+                          input};
+    const SelectTask task = plan.tasks[at.head_index(0)];
+    bool common = false;
+    for (int k = 0; k < sequence_plane_count(view); ++k) {
+      const SequencePlane p = sequence_plane(view, k);
+      common = common || (p && ((p.head_stride == 0 && view.kv_heads > 1) ||
+                                (p.layer_stride == 0 && view.layers > 1)));
+    }
+    bool ties = false;
+    for (int k = 0; k < view.page_plane_count; ++k) {
+      const PagePlane& p = view.page_planes[k];
+      ties = ties || kvtrim::detail::ties_rows(view, p);
+      common =
+          common || (kvtrim::detail::has_row_entries(view, p) &&
+                     ((p.head_stride == 0 && view.scope != TableScope::head && view.kv_heads > 1) ||
+                      (p.layer_stride == 0 && view.scope == TableScope::group && view.layers > 1)));
+    }
+    Status status = table.status;
+    Status closed = Status::ok;
+    if (!agrees_with_other_tables(at, table)) {
+      closed = Status::planes_disagree;
+    } else if (table.removal == Removal::drop_pages) {
+      closed = close_drop(at, table, task);
+    } else if (table.removal == Removal::overwrite_slot) {
+      closed = close_overwrite(at, table, task, common);
+    } else {
+      closed = close_pack(at, table, task, common, ties);
+    }
+    if (usable(status) && closed != Status::ok) { status = closed; }
+    table.status = status;
+    if (threadIdx.x == 0) {
+      plan.table_plans[i] = table;
+      if (!usable(status)) { note_fault(plan.control, phase_close, i, status); }
+    }
+    __syncthreads();
+  }
+}
+
+}  // namespace kvtrim::cuda::detail
