@@ -38,11 +38,13 @@ inline constexpr std::int64_t exact_addends = (std::int64_t{1} << 24) - 1;
 [[nodiscard]] KVTRIM_HOST_DEVICE constexpr std::uint64_t exact_units(float p) noexcept {
   constexpr std::int32_t infinite = 0x7F80'0000;
   constexpr std::int32_t one = 0x3F80'0000;
-  // By the bits, which compilers turn into vector instructions (comparisons of floats may trap): positive floats sort like
-  // integers, negative ones are negative integers.
+  // By the bits and without a comparison, so that compilers make vector instructions of it: positive floats sort like
+  // integers, and a shift by 31 makes a mask of a sign.
   const auto bits = std::bit_cast<std::int32_t>(p);
-  const std::int32_t positive = bits < 0 || bits > infinite ? 0 : bits;
-  const auto bounded = std::bit_cast<float>(positive < one ? positive : one);
+  const std::int32_t positive = bits & ~(bits >> 31);
+  const std::int32_t number = positive & ~((infinite - positive) >> 31);
+  const std::int32_t above = (one - number) & ((one - number) >> 31);
+  const auto bounded = std::bit_cast<float>(number + above);
   // At 2^52 the last bit of a double is 1: the addition rounds, and its bits count the units. The product is exact, so a
   // fused multiply-add changes nothing.
   return std::bit_cast<std::uint64_t>(static_cast<double>(bounded) * exact_one + 0x1p52) -
