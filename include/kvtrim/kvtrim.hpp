@@ -25,6 +25,7 @@
 #include <kvtrim/core/config.hpp>
 #include <kvtrim/core/dtype.hpp>
 #include <kvtrim/core/error.hpp>
+#include <kvtrim/core/exact_sum.hpp>
 #include <kvtrim/core/executor.hpp>
 #include <kvtrim/core/order_key.hpp>
 #include <kvtrim/core/pooling.hpp>
