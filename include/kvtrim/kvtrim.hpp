@@ -25,6 +25,7 @@
 #include <kvtrim/core/config.hpp>
 #include <kvtrim/core/dtype.hpp>
 #include <kvtrim/core/error.hpp>
+#include <kvtrim/core/exact_sum.hpp>
 #include <kvtrim/core/executor.hpp>
 #include <kvtrim/core/order_key.hpp>
 #include <kvtrim/core/pooling.hpp>
@@ -39,6 +40,7 @@
 #include <kvtrim/evict/apply.hpp>
 #include <kvtrim/evict/commit.hpp>
 #include <kvtrim/evict/evict.hpp>
+#include <kvtrim/evict/kept_rows.hpp>
 #include <kvtrim/evict/plan.hpp>
 #include <kvtrim/evict/plan_bytes.hpp>
 #include <kvtrim/evict/plan_options.hpp>
@@ -53,6 +55,18 @@
 #include <kvtrim/observe/query_ring.hpp>
 #include <kvtrim/observe/recorder.hpp>
 #include <kvtrim/observe/surprisal.hpp>
+#include <kvtrim/parallel/agreement.hpp>
+#include <kvtrim/parallel/communicator.hpp>
+#include <kvtrim/parallel/context_pages.hpp>
+#include <kvtrim/parallel/context_top_k.hpp>
+#include <kvtrim/parallel/lock_step.hpp>
+#include <kvtrim/parallel/placement.hpp>
+#include <kvtrim/parallel/policy_hash.hpp>
+#include <kvtrim/parallel/pooled_scores.hpp>
+#include <kvtrim/parallel/ranked_demand.hpp>
+#include <kvtrim/parallel/rebalance.hpp>
+#include <kvtrim/parallel/score_words.hpp>
+#include <kvtrim/parallel/shared_budget.hpp>
 #include <kvtrim/policy/accumulate_params.hpp>
 #include <kvtrim/policy/ada_kv.hpp>
 #include <kvtrim/policy/chunk_kv.hpp>
