@@ -40,6 +40,7 @@ using program::Token;
 struct Options {
   std::string model, by, record, compare;
   std::int32_t stripe = 16, threads = 1;
+  std::size_t texts, needles;
 };
 
 constexpr std::int32_t page_size = 16;
@@ -54,7 +55,7 @@ struct Part {
   std::size_t text, begin;
 };
 constexpr Part parts[]{{0, 0}, {1, 0}, {2, 0}, {3, 0}, {4, 0}, {5, 0}, {0, 200}, {1, 200}};
-constexpr std::size_t needles[]{0, 5, 10, 15};  // of those with 1,024 tokens in needle.jsonl
+constexpr std::size_t questions[]{0, 5, 10, 15};  // of those with 1,024 tokens in needle.jsonl
 
 std::vector<program::PolicySpec> policies(std::int32_t rows) {
   const std::string size = "budget=" + std::to_string(rows);
@@ -99,7 +100,8 @@ class Session {
   void read(const std::string& name, std::span<const Token> prompt) {
     const SequenceId base = forks_.read(prompt.first(prompt.size() - 1));
     for (std::size_t p = 0; p < specs_.size(); ++p) {
-      texts_.push_back({name, specs_[p].text()});
+      texts_.emplace_back().text = name;
+      texts_.back().policy = specs_[p].text();
       sequences_.push_back(forks_.fork(base));
       next_.push_back(prompt.back());
       cut(p, {&sequences_.back(), 1});
@@ -226,13 +228,9 @@ int run(const Options& o) {
     if (talks) std::printf("\n%-14s %-32s    margin  difference  %s\n", "prompt", "policy", result);
   };
 
-  Session shorts(model,
-                 how,
-                 split ? &driver : nullptr,
-                 policies(64),
-                 prompt_tokens + new_tokens,
-                 std::size(parts));
-  for (const Part& part : parts) {
+  Session shorts(
+      model, how, split ? &driver : nullptr, policies(64), prompt_tokens + new_tokens, o.texts);
+  for (const Part& part : std::span(parts).first(o.texts)) {
     shorts.read("text " + std::to_string(part.text) + "+" + std::to_string(part.begin),
                 std::span(samples[part.text].ids).subspan(part.begin, prompt_tokens));
   }
@@ -273,7 +271,7 @@ int run(const Options& o) {
 
   columns("found (one process)");
   Session longs(model, how, split ? &driver : nullptr, policies(256), 1024 + answer_tokens, 1);
-  for (const std::size_t n : needles) {
+  for (const std::size_t n : std::span(questions).first(o.needles)) {
     std::vector<Token> prompt = prompts[n].context;
     prompt.insert(prompt.end(), prompts[n].question.begin(), prompts[n].question.end());
     longs.read(prompts[n].id, prompt);
@@ -313,6 +311,12 @@ int main(int argc, char** argv) {
   auto* record =
       app.add_option("--record", o.record, "write what one process computes to this file");
   app.add_option("--compare", o.compare, "the file that one process wrote")->excludes(record);
+  app.add_option("--texts", o.texts, "short prompts, of those that the program knows")
+      ->check(CLI::Range(std::size_t{1}, std::size(parts)))
+      ->default_val(std::size(parts));
+  app.add_option("--needles", o.needles, "needle prompts, of those that the program knows")
+      ->check(CLI::Range(std::size_t{0}, std::size(questions)))
+      ->default_val(std::size(questions));
   app.add_option("--threads", o.threads, "of each rank")
       ->check(CLI::Range(1, 4096))
       ->capture_default_str();
