@@ -96,6 +96,7 @@
 #include <kvtrim/score/accumulated.hpp>
 #include <kvtrim/score/chunked.hpp>
 #include <kvtrim/score/cur.hpp>
+#include <kvtrim/score/exact_window.hpp>
 #include <kvtrim/score/expected_attention.hpp>
 #include <kvtrim/score/external.hpp>
 #include <kvtrim/score/key_diff.hpp>
