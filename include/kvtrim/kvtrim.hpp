@@ -67,6 +67,7 @@
 #include <kvtrim/parallel/rebalance.hpp>
 #include <kvtrim/parallel/score_words.hpp>
 #include <kvtrim/parallel/shared_budget.hpp>
+#include <kvtrim/parallel/window_rounds.hpp>
 #include <kvtrim/policy/accumulate_params.hpp>
 #include <kvtrim/policy/ada_kv.hpp>
 #include <kvtrim/policy/chunk_kv.hpp>

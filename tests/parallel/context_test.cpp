@@ -2,11 +2,13 @@
 #include <kvtrim/parallel/context_pages.hpp>
 #include <kvtrim/parallel/context_top_k.hpp>
 #include <kvtrim/parallel/pooled_scores.hpp>
+#include <kvtrim/parallel/window_rounds.hpp>
 #include <kvtrim/policy/key_norm.hpp>
 #include <kvtrim/policy/page_selector.hpp>
 #include <kvtrim/policy/random.hpp>
 #include <kvtrim/policy/snapkv_selector.hpp>
 #include <kvtrim/policy/streaming_sink.hpp>
+#include <kvtrim/score/exact_window.hpp>
 #include <kvtrim/score/key_norm.hpp>
 #include <kvtrim/score/page_scores.hpp>
 #include <kvtrim/score/random.hpp>
@@ -310,62 +312,105 @@ TEST_CASE("context parallel: pooling over striped tokens is refused, with the re
                     Catch::Matchers::ContainsSubstring("kernel 4 is not an odd number"));
 }
 
-TEST_CASE("context parallel: SnapKV with the LSE of all rows", "[parallel]") {
+TEST_CASE("context parallel: SnapKV with exact sums, and with the LSE of all rows", "[parallel]") {
   for_each_ranks([&](Ranks& ranks) {
     for (const Spread spread : {Spread::contiguous, Spread::zigzag, Spread::page_striped}) {
-      const Model model{.kv_heads = 2,
-                        .tokens = 150,
-                        .dtype = spread == Spread::zigzag ? DType::bf16 : DType::f32};
-      const Placement placement(spread, ranks.count(), model.tokens, model.page_size);
-      Worlds worlds =
-          worlds_of(ranks, model, [&](Rank rank) { return rows_of(model, rank, placement); });
-      RankWorld one(model, whole(model));
-      const SnapKVSelector<> policy({.window = Model::window, .budget = 60, .kernel = 5});
-      // Attention over ranks has combined the LSE; which numbers they are does not matter here.
-      std::vector<float> lse(
-          static_cast<std::size_t>(model.layers * 2 * Model::group * Model::window));
-      for (std::size_t i = 0; i < lse.size(); ++i) {
-        lse[i] = 5 + 0.01F * static_cast<float>(i % 37);
-      }
-      const auto observation_of = [&](RankWorld& world) {
-        Observation obs = world.observation();
-        obs.queries.lse = lse.data();
-        obs.queries.lse_head_stride = Model::window;
-        obs.queries.lse_layer_stride = 2 * Model::group * Model::window;
-        return obs;
-      };
-      const auto demands = demands_of(one, 60, {0, Model::window});
-      // A rank scores each of its rows by itself, without the window's cut and without pooling, then pools with the others.
-      WindowParams raw_scores{.window = Model::window, .kernel = 1, .own_columns = true};
-      const std::int32_t scored = model.tokens - Model::window;
-      std::vector<std::vector<std::vector<float>>> scores;
-      std::vector<std::vector<Position>> positions;
-      for (const auto& world : worlds) {
-        scores.push_back(world->scores_by(raw_scores, observation_of(*world)));
-        positions.emplace_back();
-        for (const std::int32_t p : world->part().positions) {
-          if (p < scored) { positions.back().push_back(Position{p}); }
+      for (const bool has_lse : {false, true}) {
+        const Model model{.kv_heads = 2,
+                          .tokens = 150,
+                          .dtype = spread == Spread::zigzag ? DType::bf16 : DType::f32};
+        const Placement placement(spread, ranks.count(), model.tokens, model.page_size);
+        Worlds worlds =
+            worlds_of(ranks, model, [&](Rank rank) { return rows_of(model, rank, placement); });
+        RankWorld one(model, whole(model));
+        const SnapKVSelector<> policy(
+            {.window = Model::window, .budget = 60, .kernel = 5, .sums = Sums::exact});
+        // Which numbers an LSE has does not matter here, as long as all ranks have the same.
+        const std::int32_t heads = 2 * Model::group;
+        std::vector<float> lse(index(model.layers * heads * Model::window));
+        for (std::size_t i = 0; i < lse.size(); ++i) {
+          lse[i] = 5 + 0.01F * static_cast<float>(i % 37);
         }
-      }
-      std::vector<PooledScores> runs;
-      for (std::size_t i = 0; i < worlds.size(); ++i) {
-        std::vector<RankedScores> pairs;
-        for (const auto& list : scores[i]) {
-          pairs.push_back({std::span(list).first(positions[i].size()), positions[i]});
+        std::vector<Position> asked;
+        for (std::int32_t i = 0; i < Model::window; ++i) {
+          asked.push_back(Position{model.tokens - Model::window + i});
         }
-        runs.emplace_back(ranks.here()[i], placement, model.tokens, Pooling::average, 5, pairs);
-      }
-      REQUIRE(ranks.drive(runs) == Status::ok);
-      for (std::size_t i = 0; i < worlds.size(); ++i) {
-        for (std::size_t h = 0; h < scores[i].size(); ++h) {
-          std::vector<float> own(positions[i].size());
-          runs[i].pooled(h, own);
-          std::ranges::copy(own, scores[i][h].begin());
+        const auto observation_of = [&](RankWorld& world) {
+          Observation obs = world.observation();
+          obs.queries.positions = asked.data();
+          if (has_lse) {
+            obs.queries.lse = lse.data();
+            obs.queries.lse_head_stride = Model::window;
+            obs.queries.lse_layer_stride = heads * Model::window;
+          }
+          return obs;
+        };
+        // First the denominators, from the rows of all ranks, and scores that are not pooled.
+        const PlanShape shape = plan_shape(one.view(), observation_of(one));
+        std::vector<std::vector<std::byte>> scratch;
+        std::vector<std::vector<std::unique_ptr<ExactWindow>>> windows(worlds.size());
+        std::vector<WindowRounds> rounds;
+        std::vector<CacheView> views;
+        std::vector<Observation> observations;
+        for (const auto& world : worlds) {
+          views.push_back(world->view());
+          observations.push_back(observation_of(*world));
         }
+        for (std::size_t i = 0; i < worlds.size(); ++i) {
+          std::vector<ExactWindow*> list;
+          for (std::int32_t head = 0; head < 2 * model.layers; ++head) {
+            auto& bytes = scratch.emplace_back(ExactWindow::scratch_bytes(policy.scorer(), shape));
+            windows[i].push_back(std::make_unique<ExactWindow>(
+                policy.scorer(),
+                HeadRef{views[i], SequenceId{0}, LayerId{head / 2}, HeadId{head % 2}},
+                observations[i].queries,
+                bytes));
+            list.push_back(windows[i].back().get());
+          }
+          rounds.emplace_back(list);
+        }
+        ranks.traffic = {};
+        REQUIRE(ranks.drive(rounds) == Status::ok);
+        if (ranks.here().size() > 1) {
+          CHECK(ranks.traffic.rounds == (has_lse ? 0 : 2));
+          CHECK(ranks.traffic.bytes ==
+                ranks.traffic.rounds * 8 * model.layers * heads * Model::window);
+        }
+        // Then the window's own rows are cut, and the others pooled over the borders.
+        std::vector<std::vector<std::vector<float>>> scores(worlds.size());
+        std::vector<std::vector<Position>> positions;
+        std::vector<PooledScores> pooling;
+        for (std::size_t i = 0; i < worlds.size(); ++i) {
+          positions.emplace_back();
+          for (const std::int32_t p : worlds[i]->part().positions) {
+            if (p < model.tokens - Model::window) { positions.back().push_back(Position{p}); }
+          }
+          for (const auto& window : windows[i]) {
+            const auto columns = window->columns();
+            scores[i].emplace_back(columns.begin(), columns.end());
+          }
+        }
+        for (std::size_t i = 0; i < worlds.size(); ++i) {
+          std::vector<RankedScores> pairs;
+          for (const auto& list : scores[i]) {
+            pairs.push_back({std::span(list).first(positions[i].size()), positions[i]});
+          }
+          pooling.emplace_back(
+              ranks.here()[i], placement, model.tokens, Pooling::average, 5, pairs);
+        }
+        REQUIRE(ranks.drive(pooling) == Status::ok);
+        for (std::size_t i = 0; i < worlds.size(); ++i) {
+          for (std::size_t h = 0; h < scores[i].size(); ++h) {
+            std::vector<float> own(positions[i].size());
+            pooling[i].pooled(h, own);
+            std::ranges::copy(own, scores[i][h].begin());
+          }
+        }
+        const auto demands = demands_of(one, 60, {0, Model::window});
+        REQUIRE(one.execute(one.make(policy, observation_of(one))) == Status::ok);
+        REQUIRE(evict_rows(ranks, worlds, demands, looked_up(worlds, scores)) == Status::ok);
+        require_same_rows(worlds, one);
       }
-      REQUIRE(one.execute(one.make(policy, observation_of(one))) == Status::ok);
-      REQUIRE(evict_rows(ranks, worlds, demands, looked_up(worlds, scores)) == Status::ok);
-      require_same_rows(worlds, one);
     }
   });
 }
@@ -383,7 +428,7 @@ TEST_CASE("context parallel: whole pages on several ranks are kept as on one", "
             worlds_of(ranks, model, [&](Rank rank) { return rows_of(model, rank, placement); });
         RankWorld one(model, whole(model));
         // The second time pages are gone from the middle, and more are protected than the budget has room for.
-        for (const std::int64_t budget : {61, 33, 20}) {
+        for (const std::int64_t budget : {61, 20}) {
           PageSelector<ExternalParams>::Params p{.budget = budget, .sinks = 3, .window = 10};
           p.pages.norm = HeadNorm::none;
           const PageSelector<ExternalParams> policy(p);

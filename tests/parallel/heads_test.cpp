@@ -5,25 +5,29 @@
 #include <kvtrim/parallel/score_words.hpp>
 #include <kvtrim/parallel/shared_budget.hpp>
 #include <kvtrim/policy/ada_kv.hpp>
-#include <kvtrim/policy/chunk_kv.hpp>
+#include <kvtrim/policy/critical_kv.hpp>
 #include <kvtrim/policy/cur_kv.hpp>
 #include <kvtrim/policy/decorators.hpp>
+#include <kvtrim/policy/heavy_hitter.hpp>
 #include <kvtrim/policy/key_diff.hpp>
 #include <kvtrim/policy/key_norm.hpp>
 #include <kvtrim/policy/lag_kv.hpp>
 #include <kvtrim/policy/page_selector.hpp>
 #include <kvtrim/policy/pyramid_kv.hpp>
+#include <kvtrim/policy/q_filter.hpp>
 #include <kvtrim/policy/rkv.hpp>
 #include <kvtrim/policy/snapkv_selector.hpp>
 #include <kvtrim/policy/streaming_sink.hpp>
 #include <kvtrim/policy/top_rows.hpp>
-#include <kvtrim/score/chunked.hpp>
+#include <kvtrim/score/accumulated.hpp>
 #include <kvtrim/score/cur.hpp>
 #include <kvtrim/score/key_diff.hpp>
 #include <kvtrim/score/key_norm.hpp>
 #include <kvtrim/score/lag_kv.hpp>
+#include <kvtrim/score/output_norm.hpp>
 #include <kvtrim/score/page_scores.hpp>
 #include <kvtrim/score/per_layer.hpp>
+#include <kvtrim/score/q_filter.hpp>
 #include <kvtrim/score/rkv.hpp>
 #include <kvtrim/score/window.hpp>
 
@@ -48,12 +52,19 @@ std::size_t index(std::int64_t i) {
   return static_cast<std::size_t>(i);
 }
 
-// A policy at a budget of 24 rows, its other parameters as they are.
+// A policy at a budget of 40 rows, its other parameters as they are.
 template <class P>
 P at_budget() {
   typename P::Params p{};
   if constexpr (requires { p.recent = 20; }) { p.recent = 20; }
-  if constexpr (requires { p.budget = 24; }) { p.budget = 24; }
+  if constexpr (requires { p.heavy = 20; }) { p.heavy = 20; }
+  if constexpr (requires { p.inner.budget = 40; }) {
+    p.inner.budget = 40, p.inner.window = Model::window;
+  }
+  if constexpr (requires { p.snapkv.budget = 40; }) {
+    p.snapkv.budget = 40, p.snapkv.window = Model::window;
+  }
+  if constexpr (requires { p.budget = 40; }) { p.budget = 40; }
   if constexpr (requires { p.window = Model::window; }) { p.window = Model::window; }
   if constexpr (requires { p.scores.window = Model::window; }) { p.scores.window = Model::window; }
   if constexpr (requires { p.scores.lag = 8; }) { p.scores.lag = 8; }
@@ -73,10 +84,13 @@ TEMPLATE_TEST_CASE(
     LagKV,
     RKV,
     CurKV,
-    ChunkKV<>) {
+    QFilter,
+    CriticalKV<SnapKVSelector<>>,
+    HeavyHitter<>,
+    PyramidKV) {
   for_each_ranks([&](Ranks& ranks) {
     for (const DType dtype : {DType::f32, DType::bf16}) {
-      const Model model{.tokens = 64, .dtype = dtype, .scope = TableScope::group};
+      const Model model{.tokens = 64, .dtype = dtype, .scope = TableScope::layer};
       Worlds worlds = worlds_of(ranks, model, [&](Rank rank) { return heads_of(model, rank); });
       RankWorld one(model, whole(model));
       const auto policy = at_budget<TestType>();
@@ -153,13 +167,15 @@ TEST_CASE("tensor and pipeline parallel: one set of pages for all layers and hea
   for_each_ranks([&](Ranks& ranks) {
     for (const RankSplit split : {RankSplit::heads, RankSplit::layers}) {
       for (const Scores scores : {Scores::random, Scores::few, Scores::equal, Scores::nan}) {
-        const Model model{.layers = 8,
+        const bool heads = split == RankSplit::heads;
+        const Model model{.layers = heads ? 2 : 8,
+                          .kv_heads = heads ? 8 : 2,
                           .tokens = 64 + 3,
-                          .dtype = split == RankSplit::heads ? DType::f32 : DType::bf16,
+                          .dtype = heads ? DType::f32 : DType::bf16,
                           .scope = TableScope::group,
                           .scores = scores};
         Worlds worlds = worlds_of(ranks, model, [&](Rank rank) {
-          return split == RankSplit::heads ? heads_of(model, rank) : layers_of(model, rank);
+          return heads ? heads_of(model, rank) : layers_of(model, rank);
         });
         RankWorld one(model, whole(model));
         const PageSelector<ExternalParams> policy(

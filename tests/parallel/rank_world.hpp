@@ -126,7 +126,8 @@ class RankWorld {
                 .key_dim = Model::dim,
                 .dtype = model.dtype,
                 .scope = model.scope,
-                .max_rows = model.tokens + 8}) {
+                .max_rows = model.tokens + 8,
+                .scores = true}) {
     const auto s = cache_.try_create();
     const auto rows = static_cast<std::int32_t>(part.positions.size());
     REQUIRE(cache_.try_extend(*s, rows) == Status::ok);
@@ -134,8 +135,8 @@ class RankWorld {
       std::vector<float> keys, values;
       for (const std::int32_t p : part.positions) {
         for (std::int32_t h = 0; h < part.heads; ++h) {
-          add(keys, 0, l, h, p);
-          add(values, 1, l, h, p);
+          add(keys, 0, l, part.first_head + h, p);
+          add(values, 1, l, part.first_head + h, p);
         }
       }
       REQUIRE(cache_.write(*s, LayerId{l}, {keys.data()}, {values.data()}) == Status::ok);
@@ -144,6 +145,8 @@ class RankWorld {
     for_each_row([&](const HeadRef& head, std::int32_t r) {
       head.view.positions.at<Position>(head.sequence, head.layer, head.head, r) =
           Position{part.positions[static_cast<std::size_t>(r)]};
+      head.view.score_sums.at<float>(head.sequence, head.layer, head.head, r) = score(head, r, 2);
+      head.view.score_compensations.at<float>(head.sequence, head.layer, head.head, r) = 0;
     });
     const CacheView v = view();
     for (std::int32_t t = 0; t < v.tables_per_sequence(); ++t) {
@@ -198,15 +201,18 @@ class RankWorld {
   }
   Observation observation() {
     const std::int32_t heads = part_.heads * Model::group;
-    queries_.clear();
+    const std::int32_t first = part_.first_head * Model::group;
+    const std::int32_t dim = Model::dim;
+    queries_.clear(), filters_.clear(), means_.clear(), output_.clear();
     for (std::int32_t l = 0; l < part_.layers; ++l) {
-      for (std::int32_t h = 0; h < heads; ++h) {
+      for (std::int32_t h = 0; h < part_.heads; ++h) {
+        add(filters_, 3, l, part_.first_head + h, 0);
+      }
+      for (std::int32_t h = first; h < first + heads; ++h) {
+        add(means_, 4, l, h, 0);
+        for (std::int32_t i = 0; i < dim; ++i) { add(output_, 5, l, h, i); }
         for (std::int32_t i = 0; i < Model::window; ++i) {
-          add(queries_,
-              2,
-              l,
-              h - part_.first_head + part_.first_head * Model::group,
-              model_.tokens - Model::window + i);
+          add(queries_, 2, l, h, model_.tokens - Model::window + i);
         }
       }
     }
@@ -215,12 +221,14 @@ class RankWorld {
     q.data = queries_.data();
     q.query_heads = heads;
     q.rows = Model::window;
-    q.row_stride = Model::dim;
-    q.head_stride = Model::window * Model::dim;
+    q.row_stride = dim;
+    q.head_stride = Model::window * dim;
     q.layer_stride = heads * q.head_stride;
+    obs.filters = {filters_.data(), dim, std::int64_t{part_.heads} * dim, dim};
+    obs.statistics = {means_.data(), nullptr, heads, dim, part_.layers, false};
+    obs.output = {output_.data(), heads, dim, dim, std::int64_t{heads} * dim * dim};
     return obs;
   }
-
   /// Scores by the library's own scorer, [layers * KV heads][row].
   template <class Params>
   std::vector<std::vector<float>> scores_by(const Params& params, const Observation& obs) {
@@ -273,16 +281,17 @@ class RankWorld {
   }
 
  private:
+  // Numbers of a layer of this part, and a head of the model.
   void add(
       std::vector<float>& to, std::int32_t kind, std::int32_t l, std::int32_t h, std::int32_t p) {
-    const auto x = Model::numbers(kind, part_.first_layer + l, part_.first_head + h, p, Model::dim);
+    const auto x = Model::numbers(kind, part_.first_layer + l, h, p, Model::dim);
     to.insert(to.end(), x.begin(), x.end());
   }
 
   Model model_;
   Part part_;
   PagedCache cache_;
-  std::vector<float> queries_, scores_;
+  std::vector<float> queries_, filters_, means_, output_, scores_;
   std::vector<std::byte> workspace_;
   std::unique_ptr<KeptRows> kept_;
 };
@@ -334,7 +343,7 @@ inline void require_same_rows(std::vector<std::unique_ptr<RankWorld>>& worlds, R
         own[at] = row;
       }
     }
-    REQUIRE(world->rows() == own);
+    REQUIRE((world->rows() == own));  // not printed
   }
 }
 
