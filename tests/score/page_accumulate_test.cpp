@@ -297,6 +297,21 @@ TEST_CASE("page_accumulate: too small a workspace is a status, and nothing is ad
   }
 }
 
+TEST_CASE("page_accumulate: exact sums over heads do not fit an array of floats, maxima do",
+          "[page_accumulate][edge]") {
+  typename PageSelector<>::Params p;
+  p.scores = small_window;
+  p.scores.sums = Sums::exact;
+  Batch b(TableScope::layer, 4, 4);
+  PageSums sums(b.cache.view());
+  const auto before = bits_of(sums.data);
+  p.pages.heads = Reduction::sum;
+  CHECK(accumulate(PageSelector<>(p), b, sums, false) == Status::bad_observation);
+  CHECK(bits_of(sums.data) == before);
+  p.pages.heads = Reduction::max;
+  CHECK(accumulate(PageSelector<>(p), b, sums, false) == Status::ok);
+}
+
 TEST_CASE("page_accumulate: what the scorer needs and has not is a bad observation",
           "[page_accumulate][edge]") {
   typename PageSelector<>::Params p;

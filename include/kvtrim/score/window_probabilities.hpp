@@ -35,7 +35,8 @@ struct WindowProbabilities {
 /// \param[out] scores    [rows] by row, which is position order; 0 for the window's own rows unless `params.own_columns`
 /// \pre `probabilities.votes` is at least 1 and at most `params.window`; `scratch` and `scores` are of one size
 /// \par Ties
-/// none broken here. NaN: a row whose probabilities hold one scores NaN, and so do its neighbours with `Pooling::average`
+/// none broken here. NaN: a row whose probabilities hold one scores NaN, and so do its neighbours with `Pooling::average`;
+/// with exact sums a NaN counts as 0
 /// \par Complexity
 /// O(group * votes * rows) time; no allocation
 /// \par Source
@@ -50,7 +51,7 @@ inline void score_window(const WindowParams& params,
   std::fill(scores.begin(), scores.end(), 0.0F);
   const std::int32_t scored = std::max(0, rows - params.unscored());
   if (scored == 0) { return; }
-  const auto reduce = [&](auto reduction) {
+  const auto reduce = [&](auto&& reduction) {
     for (std::int32_t first = 0; first < rows; first += detail::panel_rows) {
       const std::int32_t count = std::min(detail::panel_rows, rows - first);
       for (std::int32_t q = 0; q < probabilities.group * probabilities.votes; ++q) {
