@@ -67,6 +67,7 @@
 #include <kvtrim/parallel/rebalance.hpp>
 #include <kvtrim/parallel/score_words.hpp>
 #include <kvtrim/parallel/shared_budget.hpp>
+#include <kvtrim/parallel/window_rounds.hpp>
 #include <kvtrim/policy/accumulate_params.hpp>
 #include <kvtrim/policy/ada_kv.hpp>
 #include <kvtrim/policy/chunk_kv.hpp>
@@ -96,6 +97,7 @@
 #include <kvtrim/score/accumulated.hpp>
 #include <kvtrim/score/chunked.hpp>
 #include <kvtrim/score/cur.hpp>
+#include <kvtrim/score/exact_window.hpp>
 #include <kvtrim/score/expected_attention.hpp>
 #include <kvtrim/score/external.hpp>
 #include <kvtrim/score/key_diff.hpp>

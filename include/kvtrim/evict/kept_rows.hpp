@@ -10,6 +10,7 @@
 #include <kvtrim/observe/plan_shape.hpp>
 #include <kvtrim/policy/external.hpp>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
@@ -32,7 +33,7 @@ class KeptRows {
   KeptRows(const CacheView& view, Keep&& keep)
       : layers_(view.layers),
         kv_heads_(view.kv_heads),
-        max_rows_(plan_shape(view, Observation{}).max_rows),
+        max_rows_(std::max(1, plan_shape(view).max_rows)),  // scores, even of no rows
         scores_(static_cast<std::size_t>(heads(view)) * static_cast<std::size_t>(max_rows_)),
         budgets_(static_cast<std::size_t>(heads(view))) {
     float* scores = scores_.data();

@@ -6,20 +6,12 @@
 #include <kvtrim/core/order_key.hpp>
 #include <kvtrim/core/types.hpp>
 
-#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <limits>
 #include <span>
 
 namespace kvtrim {
-
-/// The score whose `order_key` this is: -inf for the lowest class, +0 for zero.
-[[nodiscard]] KVTRIM_HOST_DEVICE constexpr float score_of_key(std::uint32_t key) noexcept {
-  if (key == 0) { return -std::numeric_limits<float>::infinity(); }
-  return std::bit_cast<float>(key >= 0x8000'0000U ? key - 0x8000'0000U
-                                                  : 0x8000'0000U | (0x8000'0000U - key));
-}
 
 /// A score as a word that sorts like it; NaN above all others, so that a maximum passes it on, as heads of one layer do on
 /// one rank (`PerLayerScorer`).
