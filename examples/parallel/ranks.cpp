@@ -40,11 +40,10 @@ using program::Token;
 struct Options {
   std::string model, by, record, compare;
   std::int32_t stripe = 16, threads = 1;
-  std::size_t texts, needles;
+  std::size_t texts = 0, needles = 0, tokens = 0;
 };
 
 constexpr std::int32_t page_size = 16;
-constexpr std::size_t new_tokens = 64;  // of a short prompt
 constexpr std::size_t prompt_tokens = 112;
 constexpr std::size_t answer_tokens = 7;  // of a needle prompt
 constexpr double least_margin = 1e-2, most_difference = 1e-3;
@@ -229,15 +228,15 @@ int run(const Options& o) {
   };
 
   Session shorts(
-      model, how, split ? &driver : nullptr, policies(64), prompt_tokens + new_tokens, o.texts);
+      model, how, split ? &driver : nullptr, policies(64), prompt_tokens + o.tokens, o.texts);
   for (const Part& part : std::span(parts).first(o.texts)) {
     shorts.read("text " + std::to_string(part.text) + "+" + std::to_string(part.begin),
                 std::span(samples[part.text].ids).subspan(part.begin, prompt_tokens));
   }
   const double read_seconds = watch.seconds();
   const std::int64_t sent_before = ranks.sent();
-  shorts.generate(reference, new_tokens, true);
-  const double steps = new_tokens;
+  shorts.generate(reference, o.tokens, true);
+  const auto steps = static_cast<double>(o.tokens);
   const double step_bytes = static_cast<double>(ranks.sent() - sent_before) / steps;
   const double seconds = watch.seconds() - read_seconds;
   const auto texts = shorts.finish();
@@ -269,7 +268,7 @@ int run(const Options& o) {
         static_cast<double>(t.bytes) / static_cast<double>(t.cuts) / 1024);
   }
 
-  columns("found (one process)");
+  if (o.needles > 0) columns("found (one process)");
   Session longs(model, how, split ? &driver : nullptr, policies(256), 1024 + answer_tokens, 1);
   for (const std::size_t n : std::span(questions).first(o.needles)) {
     std::vector<Token> prompt = prompts[n].context;
@@ -314,6 +313,9 @@ int main(int argc, char** argv) {
   app.add_option("--texts", o.texts, "short prompts, of those that the program knows")
       ->check(CLI::Range(std::size_t{1}, std::size(parts)))
       ->default_val(std::size(parts));
+  app.add_option("--tokens", o.tokens, "tokens after each short prompt")
+      ->check(CLI::Range(std::size_t{1}, std::size_t{1024}))
+      ->default_val(std::size_t{64});
   app.add_option("--needles", o.needles, "needle prompts, of those that the program knows")
       ->check(CLI::Range(std::size_t{0}, std::size(questions)))
       ->default_val(std::size(questions));
