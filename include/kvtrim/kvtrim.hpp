@@ -60,6 +60,8 @@
 #include <kvtrim/parallel/context_pages.hpp>
 #include <kvtrim/parallel/context_top_k.hpp>
 #include <kvtrim/parallel/lock_step.hpp>
+#include <kvtrim/parallel/over_ranks.hpp>
+#include <kvtrim/parallel/page_norm_rounds.hpp>
 #include <kvtrim/parallel/placement.hpp>
 #include <kvtrim/parallel/policy_hash.hpp>
 #include <kvtrim/parallel/pooled_scores.hpp>

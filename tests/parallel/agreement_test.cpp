@@ -1,10 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <kvtrim/core/exact_sum.hpp>
 #include <kvtrim/parallel/agreement.hpp>
 #include <kvtrim/parallel/lock_step.hpp>
+#include <kvtrim/parallel/over_ranks.hpp>
 #include <kvtrim/parallel/policy_hash.hpp>
 #include <kvtrim/policy/ada_kv.hpp>
+#include <kvtrim/policy/chunk_kv.hpp>
+#include <kvtrim/policy/critical_kv.hpp>
+#include <kvtrim/policy/cur_kv.hpp>
+#include <kvtrim/policy/decorators.hpp>
+#include <kvtrim/policy/heavy_hitter.hpp>
+#include <kvtrim/policy/key_diff.hpp>
+#include <kvtrim/policy/key_norm.hpp>
+#include <kvtrim/policy/lag_kv.hpp>
 #include <kvtrim/policy/page_selector.hpp>
+#include <kvtrim/policy/random.hpp>
+#include <kvtrim/policy/rkv.hpp>
 #include <kvtrim/policy/snapkv_selector.hpp>
+#include <kvtrim/policy/streaming_sink.hpp>
 #include <kvtrim/policy/tova.hpp>
 
 #include "catch.hpp"
@@ -82,6 +95,14 @@ TEST_CASE("agreement: what differs is named, with the ranks, on every rank", "[p
     CHECK_THAT(on_last([](RankHeader& h) { h.first_part = -1; }), ContainsSubstring("of 16"));
     CHECK_THAT(on_last([](RankHeader& h) { --h.parts; }),
                ContainsSubstring("15 of 16 KV heads are on a rank"));
+    CHECK_THAT(
+        message_of(ranks,
+                   RankSplit::rows,
+                   [](RankHeader& h, std::int32_t) { h.addends = exact_addends + 1; }),
+        ContainsSubstring("an exact sum of 16777216 addends, but 64 bits hold at most 16777215"));
+    CHECK(message_of(ranks, RankSplit::rows, [](RankHeader& h, std::int32_t) {
+            h.addends = exact_addends;
+          }) == "");
     if (last == 0) { return; }
     CHECK_THAT(on_last([](RankHeader& h) { --h.first_part, ++h.parts; }),
                ContainsSubstring("ranks " + std::to_string(last - 1) + " and " +
@@ -174,6 +195,52 @@ TEST_CASE("agreement: rounds that are not alike are refused in lock step", "[par
   std::vector<OneRound> odd{{RoundKind::gather, std::span(a).first(3)},
                             {RoundKind::gather, std::span(b).first(3)}};
   CHECK(drive_in_lock_step(std::span(odd)) == Status::ranks_differ);
+}
+
+TEST_CASE("over ranks: which policies have a meaning, and why the others have none", "[parallel]") {
+  const auto refused = [](const auto& policy, RankSplit split) {
+    return std::string(why_not_over_ranks(policy, split));
+  };
+  using enum RankSplit;
+  const auto everywhere = [&](const auto& policy) {
+    return refused(policy, heads) + refused(policy, layers) + refused(policy, rows);
+  };
+  CHECK(everywhere(StreamingSink<>{}) == "");
+  CHECK(everywhere(External{}) == "");
+  CHECK(everywhere(KeyNorm{}) == "");
+  CHECK(everywhere(HeavyHitter<>{}) == "");
+  CHECK(everywhere(SnapKVSelector<>({.sums = Sums::exact})) == "");
+  CHECK(everywhere(Tova({.scores = {.sums = Sums::exact}})) == "");
+  CHECK(everywhere(ChunkKV<>({.scores = {.sums = Sums::exact}})) == "");
+  CHECK(everywhere(PageSelector<>({.scores = {.sums = Sums::exact}})) == "");
+  CHECK(everywhere(TopRows<PerLayer<KeyNormParams>>({.scores = {.heads = Reduction::max}})) == "");
+  CHECK(everywhere(TopRows<ValueNorm<KeyNormParams>>{}) == "");
+  // Floats are added over ranks.
+  CHECK_THAT(refused(SnapKVSelector<>{}, rows), ContainsSubstring("sums = exact"));
+  CHECK(refused(SnapKVSelector<>{}, heads) == "");
+  CHECK_THAT(refused(Tova{}, heads), ContainsSubstring("sums = exact"));
+  CHECK_THAT(refused(ChunkKV<>{}, heads), ContainsSubstring("sums = exact"));
+  CHECK_THAT(refused(TopRows<PerLayer<KeyNormParams>>{}, heads),
+             ContainsSubstring("maximum over heads"));
+  CHECK_THAT(refused(PageSelector<>{}, rows), ContainsSubstring("sums = exact"));
+  CHECK(refused(PageSelector<>{}, heads) == "");  // the maximum
+  CHECK_THAT(refused(PageSelector<>({.pages = {.heads = Reduction::sum}}), heads),
+             ContainsSubstring("sums = exact"));
+  CHECK_THAT(refused(PageSelector<>({.pages = {.heads = Reduction::sum}}), layers),
+             ContainsSubstring("sums = exact"));
+  // Rows that are elsewhere decide.
+  CHECK_THAT(refused(KeyDiff{}, rows), ContainsSubstring("on other ranks"));
+  CHECK_THAT(refused(LagKV{}, rows), ContainsSubstring("on other ranks"));
+  CHECK_THAT(refused(RKV{}, rows), ContainsSubstring("on other ranks"));
+  CHECK_THAT(refused(CurKV{}, rows), ContainsSubstring("on other ranks"));
+  CHECK_THAT(refused(TopRows<ValueNorm<KeyDiffParams>>{}, rows),
+             ContainsSubstring("on other ranks"));
+  CHECK(refused(KeyDiff{}, heads) == "");
+  CHECK_THAT(refused(AdaKV<KeyNorm>{}, rows), ContainsSubstring("safe rows"));
+  CHECK(refused(AdaKV<KeyNorm>{}, heads) == "");
+  CHECK_THAT(refused(CriticalKV<KeyNorm>{}, rows), ContainsSubstring("second stage"));
+  CHECK_THAT(refused(kvtrim::Random{}, heads), ContainsSubstring("number that a KV head has"));
+  CHECK(refused(kvtrim::Random{}, rows) == "");
 }
 
 TEST_CASE("policy_hash: every parameter counts", "[parallel]") {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <kvtrim/parallel/context_pages.hpp>
 #include <kvtrim/parallel/context_top_k.hpp>
+#include <kvtrim/parallel/page_norm_rounds.hpp>
 #include <kvtrim/parallel/pooled_scores.hpp>
 #include <kvtrim/parallel/window_rounds.hpp>
 #include <kvtrim/policy/key_norm.hpp>
@@ -312,6 +313,101 @@ TEST_CASE("context parallel: pooling over striped tokens is refused, with the re
                     Catch::Matchers::ContainsSubstring("kernel 4 is not an odd number"));
 }
 
+namespace {
+
+// Scores [world][head][row] of a window's attention, as one rank's `WindowScorer` makes them: denominators from the rows of all
+// ranks, then pooling over their borders, then the window's own rows cut.
+std::vector<std::vector<std::vector<float>>> window_scores(Ranks& ranks,
+                                                           const Worlds& worlds,
+                                                           const Model& model,
+                                                           const Placement& placement,
+                                                           const WindowParams& params,
+                                                           std::span<const float> lse) {
+  const std::int32_t heads = model.kv_heads * Model::group;
+  const std::int32_t scored = model.tokens - params.window;
+  std::vector<Position> asked;
+  for (std::int32_t p = scored; p < model.tokens; ++p) { asked.push_back(Position{p}); }
+  std::vector<CacheView> views;
+  std::vector<Observation> observations;
+  for (const auto& world : worlds) {
+    views.push_back(world->view());
+    Observation& obs = observations.emplace_back(world->observation());
+    obs.queries.positions = asked.data();
+    if (!lse.empty()) {
+      obs.queries.lse = lse.data();
+      obs.queries.lse_head_stride = Model::window;
+      obs.queries.lse_layer_stride = heads * Model::window;
+    }
+  }
+  std::vector<std::vector<std::byte>> scratch;
+  std::vector<std::vector<std::unique_ptr<ExactWindow>>> windows(worlds.size());
+  std::vector<WindowRounds> rounds;
+  for (std::size_t i = 0; i < worlds.size(); ++i) {
+    std::vector<ExactWindow*> list;
+    for (std::int32_t h = 0; h < model.kv_heads * model.layers; ++h) {
+      auto& bytes = scratch.emplace_back(
+          ExactWindow::scratch_bytes(params, plan_shape(views[i], observations[i])));
+      windows[i].push_back(std::make_unique<ExactWindow>(
+          params,
+          HeadRef{views[i], SequenceId{0}, LayerId{h / model.kv_heads}, HeadId{h % model.kv_heads}},
+          observations[i].queries,
+          bytes));
+      list.push_back(windows[i].back().get());
+    }
+    rounds.emplace_back(list);
+  }
+  ranks.traffic = {};
+  REQUIRE(ranks.drive(rounds) == Status::ok);
+  if (ranks.here().size() > 1) {
+    CHECK(ranks.traffic.rounds == (lse.empty() ? 2 : 0));
+    CHECK(ranks.traffic.bytes == ranks.traffic.rounds * 8 * model.layers * heads * Model::window);
+  }
+  std::vector<std::vector<std::vector<float>>> scores(worlds.size());
+  std::vector<std::vector<Position>> positions(worlds.size());
+  std::vector<PooledScores> pooling;
+  const bool all = params.columns == PoolColumns::all_columns;
+  for (std::size_t i = 0; i < worlds.size(); ++i) {
+    for (const std::int32_t p : worlds[i]->part().positions) {
+      if (all || p < scored) { positions[i].push_back(Position{p}); }
+    }
+    std::vector<RankedScores> pairs;
+    for (const auto& window : windows[i]) {
+      const auto columns = window->columns();
+      scores[i].emplace_back(columns.begin(), columns.end());
+    }
+    for (const auto& list : scores[i]) {
+      pairs.push_back({std::span(list).first(positions[i].size()), positions[i]});
+    }
+    pooling.emplace_back(
+        ranks.here()[i], placement, model.tokens, params.pooling, params.kernel, pairs);
+  }
+  REQUIRE(ranks.drive(pooling) == Status::ok);
+  for (std::size_t i = 0; i < worlds.size(); ++i) {
+    for (std::size_t h = 0; h < scores[i].size(); ++h) {
+      std::vector<float> own(positions[i].size());
+      pooling[i].pooled(h, own);
+      own.resize(scores[i][h].size());
+      for (std::size_t r = 0; r < own.size(); ++r) {
+        if (worlds[i]->part().positions[r] >= scored) { own[r] = 0; }
+      }
+      scores[i][h] = own;
+    }
+  }
+  return scores;
+}
+
+Observation with_lse(RankWorld& one, const Model& model, std::span<const float> lse) {
+  Observation obs = one.observation();
+  if (!lse.empty()) {
+    obs.queries.lse = lse.data();
+    obs.queries.lse_head_stride = Model::window;
+    obs.queries.lse_layer_stride = model.kv_heads * Model::group * Model::window;
+  }
+  return obs;
+}
+
+}  // namespace
+
 TEST_CASE("context parallel: SnapKV with exact sums, and with the LSE of all rows", "[parallel]") {
   for_each_ranks([&](Ranks& ranks) {
     for (const Spread spread : {Spread::contiguous, Spread::zigzag, Spread::page_striped}) {
@@ -326,88 +422,13 @@ TEST_CASE("context parallel: SnapKV with exact sums, and with the LSE of all row
         const SnapKVSelector<> policy(
             {.window = Model::window, .budget = 60, .kernel = 5, .sums = Sums::exact});
         // Which numbers an LSE has does not matter here, as long as all ranks have the same.
-        const std::int32_t heads = 2 * Model::group;
-        std::vector<float> lse(index(model.layers * heads * Model::window));
-        for (std::size_t i = 0; i < lse.size(); ++i) {
-          lse[i] = 5 + 0.01F * static_cast<float>(i % 37);
+        std::vector<float> lse;
+        for (std::int32_t i = 0; has_lse && i < 8 * Model::group * Model::window; ++i) {
+          lse.push_back(5 + 0.01F * static_cast<float>(i % 37));
         }
-        std::vector<Position> asked;
-        for (std::int32_t i = 0; i < Model::window; ++i) {
-          asked.push_back(Position{model.tokens - Model::window + i});
-        }
-        const auto observation_of = [&](RankWorld& world) {
-          Observation obs = world.observation();
-          obs.queries.positions = asked.data();
-          if (has_lse) {
-            obs.queries.lse = lse.data();
-            obs.queries.lse_head_stride = Model::window;
-            obs.queries.lse_layer_stride = heads * Model::window;
-          }
-          return obs;
-        };
-        // First the denominators, from the rows of all ranks, and scores that are not pooled.
-        const PlanShape shape = plan_shape(one.view(), observation_of(one));
-        std::vector<std::vector<std::byte>> scratch;
-        std::vector<std::vector<std::unique_ptr<ExactWindow>>> windows(worlds.size());
-        std::vector<WindowRounds> rounds;
-        std::vector<CacheView> views;
-        std::vector<Observation> observations;
-        for (const auto& world : worlds) {
-          views.push_back(world->view());
-          observations.push_back(observation_of(*world));
-        }
-        for (std::size_t i = 0; i < worlds.size(); ++i) {
-          std::vector<ExactWindow*> list;
-          for (std::int32_t head = 0; head < 2 * model.layers; ++head) {
-            auto& bytes = scratch.emplace_back(ExactWindow::scratch_bytes(policy.scorer(), shape));
-            windows[i].push_back(std::make_unique<ExactWindow>(
-                policy.scorer(),
-                HeadRef{views[i], SequenceId{0}, LayerId{head / 2}, HeadId{head % 2}},
-                observations[i].queries,
-                bytes));
-            list.push_back(windows[i].back().get());
-          }
-          rounds.emplace_back(list);
-        }
-        ranks.traffic = {};
-        REQUIRE(ranks.drive(rounds) == Status::ok);
-        if (ranks.here().size() > 1) {
-          CHECK(ranks.traffic.rounds == (has_lse ? 0 : 2));
-          CHECK(ranks.traffic.bytes ==
-                ranks.traffic.rounds * 8 * model.layers * heads * Model::window);
-        }
-        // Then the window's own rows are cut, and the others pooled over the borders.
-        std::vector<std::vector<std::vector<float>>> scores(worlds.size());
-        std::vector<std::vector<Position>> positions;
-        std::vector<PooledScores> pooling;
-        for (std::size_t i = 0; i < worlds.size(); ++i) {
-          positions.emplace_back();
-          for (const std::int32_t p : worlds[i]->part().positions) {
-            if (p < model.tokens - Model::window) { positions.back().push_back(Position{p}); }
-          }
-          for (const auto& window : windows[i]) {
-            const auto columns = window->columns();
-            scores[i].emplace_back(columns.begin(), columns.end());
-          }
-        }
-        for (std::size_t i = 0; i < worlds.size(); ++i) {
-          std::vector<RankedScores> pairs;
-          for (const auto& list : scores[i]) {
-            pairs.push_back({std::span(list).first(positions[i].size()), positions[i]});
-          }
-          pooling.emplace_back(
-              ranks.here()[i], placement, model.tokens, Pooling::average, 5, pairs);
-        }
-        REQUIRE(ranks.drive(pooling) == Status::ok);
-        for (std::size_t i = 0; i < worlds.size(); ++i) {
-          for (std::size_t h = 0; h < scores[i].size(); ++h) {
-            std::vector<float> own(positions[i].size());
-            pooling[i].pooled(h, own);
-            std::ranges::copy(own, scores[i][h].begin());
-          }
-        }
+        const auto scores = window_scores(ranks, worlds, model, placement, policy.scorer(), lse);
         const auto demands = demands_of(one, 60, {0, Model::window});
-        REQUIRE(one.execute(one.make(policy, observation_of(one))) == Status::ok);
+        REQUIRE(one.execute(one.make(policy, with_lse(one, model, lse))) == Status::ok);
         REQUIRE(evict_rows(ranks, worlds, demands, looked_up(worlds, scores)) == Status::ok);
         require_same_rows(worlds, one);
       }
@@ -415,11 +436,83 @@ TEST_CASE("context parallel: SnapKV with exact sums, and with the LSE of all row
   });
 }
 
+namespace {
+
+// One eviction of pages by ranks together, one set for all layers and heads.
+Status evict_pages(Ranks& ranks,
+                   Worlds& worlds,
+                   const Model& model,
+                   const PageScoreParams& params,
+                   const RankedDemand& demand,
+                   const ScoreOf& score) {
+  std::vector<std::vector<std::vector<float>>> rows(worlds.size());
+  std::vector<std::vector<Position>> positions(worlds.size());
+  std::vector<PageNormRounds> norms;
+  for (std::size_t i = 0; i < worlds.size(); ++i) {
+    worlds[i]->for_each_head([&](const HeadRef& head) {
+      auto& list = rows[i].emplace_back();
+      for (std::int32_t r = 0; r < head.live_rows(); ++r) {
+        list.push_back(score(*worlds[i], head, r));
+        if (RankWorld::pair(head) == 0) { positions[i].push_back(head.position(r)); }
+      }
+    });
+    const std::vector<std::span<const float>> spans(rows[i].begin(), rows[i].end());
+    norms.emplace_back(params, spans);
+  }
+  if (const Status status = ranks.drive(norms); status != Status::ok) { return status; }
+  std::vector<std::vector<RankedPage>> pages(worlds.size());
+  std::vector<ContextPages> runs;
+  for (std::size_t i = 0; i < worlds.size(); ++i) {
+    const auto live = static_cast<std::int32_t>(positions[i].size());
+    std::vector<float> best, own(index(pages_for(live, model.page_size)));
+    for (std::size_t h = 0; h < rows[i].size(); ++h) {
+      std::vector<float> scratch(index(model.page_size));
+      page_scores(params, rows[i][h], 0, model.page_size, norms[i].of(h), scratch, own);
+      if (h == 0) {
+        best = own;
+      } else {
+        add_page_scores(params, own, best);
+      }
+    }
+    for (std::int32_t begin = 0; begin < live; begin += model.page_size) {
+      const std::int32_t end = std::min(begin + model.page_size, live);
+      pages[i].push_back({best[index(begin / model.page_size)],
+                          positions[i][index(begin)],
+                          positions[i][index(end - 1)],
+                          end - begin});
+    }
+    const std::span<const RankedPage> set(pages[i]);
+    const std::span<const Position> all(positions[i]);
+    runs.emplace_back(
+        std::span(&demand, 1), std::span(&set, 1), std::span(&all, 1), model.page_size);
+  }
+  if (const Status status = ranks.drive(runs); status != Status::ok) { return status; }
+  const Status chosen = runs[0].status();
+  const Status done = evict_together(
+      ranks,
+      worlds,
+      [&](RankWorld& world, std::size_t i) {
+        return world.make_kept(
+            [&](const HeadRef&, std::int32_t r) {
+              return runs[i].keeps(0, pages[i][index(r / model.page_size)]);
+            },
+            {.removal = Removal::drop_pages});
+      },
+      [&](const PlanRef& own, std::size_t i) {
+        CHECK(own.bytes_moved() == 0);
+        return runs[i].fingerprint();
+      });
+  return done == Status::ok ? chosen : done;
+}
+
+}  // namespace
+
 TEST_CASE("context parallel: whole pages on several ranks are kept as on one", "[parallel]") {
   for_each_ranks([&](Ranks& ranks) {
     for (const Scores scores : {Scores::random, Scores::few, Scores::equal, Scores::nan}) {
       for (const Spread spread : {Spread::contiguous, Spread::zigzag, Spread::page_striped}) {
-        const Model model{.tokens = scores == Scores::few ? 512 : 64 + 30,
+        const Model model{.kv_heads = 2,
+                          .tokens = scores == Scores::few ? 512 : 64 + 30,
                           .dtype = spread == Spread::zigzag ? DType::bf16 : DType::f32,
                           .scope = TableScope::group,
                           .scores = scores};
@@ -428,79 +521,49 @@ TEST_CASE("context parallel: whole pages on several ranks are kept as on one", "
             worlds_of(ranks, model, [&](Rank rank) { return rows_of(model, rank, placement); });
         RankWorld one(model, whole(model));
         // The second time pages are gone from the middle, and more are protected than the budget has room for.
-        for (const std::int64_t budget : {61, 20}) {
+        for (const std::int32_t budget : {61, 20}) {
           PageSelector<ExternalParams>::Params p{.budget = budget, .sinks = 3, .window = 10};
           p.pages.norm = HeadNorm::none;
           const PageSelector<ExternalParams> policy(p);
-          const PageScoreParams params = policy.page_scores();
           RankedDemand demand;
           one.for_each_head([&](const HeadRef& head) {
-            demand = {head.live_rows(),
-                      head.state().next_position,
-                      static_cast<std::int32_t>(budget),
-                      {3, 10}};
+            demand = {head.live_rows(), head.state().next_position, budget, {3, 10}};
           });
-          std::vector<std::vector<RankedPage>> pages;
-          std::vector<std::vector<Position>> positions;
-          for (const auto& world : worlds) {
-            pages.emplace_back();
-            positions.emplace_back();
-            world->for_each_head([&](const HeadRef& head) {
-              const std::int32_t live = head.live_rows();
-              std::vector<float> rows(index(live)), scratch(index(model.page_size));
-              std::vector<float> head_pages(index(pages_for(live, model.page_size)));
-              for (std::int32_t r = 0; r < live; ++r) { rows[index(r)] = world->score(head, r); }
-              page_scores(params, rows, 0, model.page_size, scratch, head_pages);
-              const bool first = RankWorld::pair(head) == 0;
-              for (std::int32_t e = 0; e < pages_for(live, model.page_size); ++e) {
-                const float score = head_pages[index(e)];
-                if (first) {
-                  const std::int32_t begin = e * model.page_size;
-                  const std::int32_t end = std::min(begin + model.page_size, live);
-                  pages.back().push_back(
-                      {score, head.position(begin), head.position(end - 1), end - begin});
-                } else {
-                  float& best = pages.back()[index(e)].score;
-                  best = std::max(best, score);
-                }
-              }
-              for (std::int32_t r = 0; first && r < live; ++r) {
-                positions.back().push_back(head.position(r));
-              }
-            });
-          }
-          std::vector<ContextPages> runs;
-          for (std::size_t i = 0; i < worlds.size(); ++i) {
-            const std::span<const RankedPage> set(pages[i]);
-            const std::span<const Position> rows(positions[i]);
-            runs.emplace_back(
-                std::span(&demand, 1), std::span(&set, 1), std::span(&rows, 1), model.page_size);
-          }
-          REQUIRE(ranks.drive(runs) == Status::ok);
           const PlanRef plan = one.make(
               policy,
               one.scored([&](const HeadRef& head, std::int32_t r) { return one.score(head, r); }));
-          REQUIRE(runs[0].status() == plan.status());
-          REQUIRE(one.execute(plan) == plan.status());
-          const auto before = worlds[0]->cache().pool().in_use();
-          REQUIRE(usable(evict_together(
-              ranks,
-              worlds,
-              [&](RankWorld& world, std::size_t i) {
-                return world.make_kept(
-                    [&](const HeadRef&, std::int32_t r) {
-                      return runs[i].keeps(0, pages[i][index(r / model.page_size)]);
-                    },
-                    {.removal = Removal::drop_pages});
-              },
-              [&](const PlanRef& own, std::size_t i) {
-                CHECK(own.bytes_moved() == 0);
-                return runs[i].fingerprint();
-              })));
-          CHECK(worlds[0]->cache().pool().in_use() <= before);
+          const Status planned = plan.status();
+          REQUIRE(usable(planned));
+          REQUIRE(one.execute(plan) == Status::ok);
+          REQUIRE(evict_pages(ranks, worlds, model, policy.page_scores(), demand, made_up) ==
+                  planned);
           require_same_rows(worlds, one);
         }
       }
+    }
+  });
+}
+
+TEST_CASE("context parallel: pages by the attention of the window, as PageSelector is by default",
+          "[parallel]") {
+  for_each_ranks([&](Ranks& ranks) {
+    for (const Spread spread : {Spread::contiguous, Spread::zigzag, Spread::page_striped}) {
+      const Model model{.kv_heads = 2, .tokens = 130, .scope = TableScope::group};
+      const Placement placement(spread, ranks.count(), model.tokens, model.page_size);
+      Worlds worlds =
+          worlds_of(ranks, model, [&](Rank rank) { return rows_of(model, rank, placement); });
+      RankWorld one(model, whole(model));
+      PageSelector<>::Params p{.budget = 60, .window = Model::window};
+      p.scores.window = Model::window;
+      p.scores.sums = p.pages.sums = Sums::exact;
+      const PageSelector<> policy(p);
+      const auto scores = window_scores(ranks, worlds, model, placement, policy.scorer(), {});
+      REQUIRE(one.execute(one.make(policy, one.observation())) == Status::ok);
+      const RankedDemand demand{model.tokens, model.tokens, 60, {1, Model::window}};
+      REQUIRE(evict_pages(
+                  ranks, worlds, model, policy.page_scores(), demand, looked_up(worlds, scores)) ==
+              Status::ok);
+      require_same_rows(worlds, one);
     }
   });
 }

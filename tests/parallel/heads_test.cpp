@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // Heads, or layers, on several ranks.
+#include <kvtrim/core/exact_sum.hpp>
 #include <kvtrim/parallel/agreement.hpp>
 #include <kvtrim/parallel/communicator.hpp>
 #include <kvtrim/parallel/score_words.hpp>
 #include <kvtrim/parallel/shared_budget.hpp>
 #include <kvtrim/policy/ada_kv.hpp>
+#include <kvtrim/policy/chunk_kv.hpp>
 #include <kvtrim/policy/critical_kv.hpp>
 #include <kvtrim/policy/cur_kv.hpp>
 #include <kvtrim/policy/decorators.hpp>
@@ -19,7 +21,9 @@
 #include <kvtrim/policy/snapkv_selector.hpp>
 #include <kvtrim/policy/streaming_sink.hpp>
 #include <kvtrim/policy/top_rows.hpp>
+#include <kvtrim/policy/tova.hpp>
 #include <kvtrim/score/accumulated.hpp>
+#include <kvtrim/score/chunked.hpp>
 #include <kvtrim/score/cur.hpp>
 #include <kvtrim/score/key_diff.hpp>
 #include <kvtrim/score/key_norm.hpp>
@@ -29,6 +33,7 @@
 #include <kvtrim/score/per_layer.hpp>
 #include <kvtrim/score/q_filter.hpp>
 #include <kvtrim/score/rkv.hpp>
+#include <kvtrim/score/tova.hpp>
 #include <kvtrim/score/window.hpp>
 
 #include "catch.hpp"
@@ -39,6 +44,7 @@
 #include <limits>
 #include <memory>
 #include <span>
+#include <type_traits>
 #include <vector>
 
 using namespace kvtrim;
@@ -154,6 +160,69 @@ TEST_CASE("tensor parallel: one set per layer by the maximum over heads of all r
                                       world.scored([&](const HeadRef& head, std::int32_t r) {
                                         return merged[index(raw(head.layer)) * rows + index(r)];
                                       }));
+                  },
+                  [](const PlanRef& plan, std::size_t) {
+                    return plan_fingerprint(plan, RankSplit::heads, true);
+                  }) == Status::ok);
+      require_same_rows(worlds, one);
+    }
+  });
+}
+
+TEMPLATE_TEST_CASE("tensor parallel: one set per layer by exact sums over heads of all ranks",
+                   "[parallel]",
+                   Tova,
+                   TopRows<PerLayer<WindowParams>>,
+                   ChunkKV<>) {
+  for_each_ranks([&](Ranks& ranks) {
+    for (const DType dtype : {DType::f32, DType::bf16}) {
+      const Model model{.tokens = 96, .dtype = dtype, .scope = TableScope::layer};
+      Worlds worlds = worlds_of(ranks, model, [&](Rank rank) { return heads_of(model, rank); });
+      RankWorld one(model, whole(model));
+      typename TestType::Params params{.budget = 40, .recent = Model::window};
+      WindowParams token{.window = Model::window, .sums = Sums::exact};
+      std::int32_t chunk = 0;  // rows whose scores are averaged, by position; 0: none
+      if constexpr (std::is_same_v<TestType, Tova>) {
+        params.scores.sums = Sums::exact;
+        token = {.window = 1, .kernel = 1, .own_columns = true, .sums = Sums::exact};
+      } else if constexpr (std::is_same_v<TestType, ChunkKV<>>) {
+        params.scores = token;
+        params.chunk = chunk = 5;
+      } else {
+        params.scores.scores = token;
+      }
+      const TestType policy(params);
+      REQUIRE(one.execute(one.make(policy, one.observation())) == Status::ok);
+      const auto rows = index(model.tokens);
+      std::vector<std::vector<std::uint64_t>> units(worlds.size());
+      std::vector<OneRound> runs;
+      for (std::size_t i = 0; i < worlds.size(); ++i) {
+        const auto lists = worlds[i]->scores_by(token, worlds[i]->observation());
+        units[i].resize(rows * index(model.layers));
+        for (std::size_t h = 0; h < lists.size(); ++h) {
+          const std::size_t layer = h / index(worlds[i]->part().heads);
+          add_scores(lists[h], std::span(units[i]).subspan(layer * rows, rows));
+        }
+        runs.emplace_back(RoundKind::sum, units[i]);
+      }
+      REQUIRE(ranks.drive(runs) == Status::ok);
+      REQUIRE(evict_together(
+                  ranks,
+                  worlds,
+                  [&](RankWorld& world, std::size_t i) {
+                    return world.make(
+                        policy, world.scored([&](const HeadRef& head, std::int32_t r) {
+                          const auto layer =
+                              std::span(units[i]).subspan(index(raw(head.layer)) * rows, rows);
+                          if (chunk == 0) {
+                            return exact_score_mean(layer[index(r)], model.kv_heads);
+                          }
+                          const std::int32_t begin = r / chunk * chunk;
+                          const std::int32_t end = std::min(begin + chunk, model.tokens);
+                          std::uint64_t sum = 0;
+                          for (std::int32_t j = begin; j < end; ++j) { sum += layer[index(j)]; }
+                          return exact_score_mean(sum, end - begin);
+                        }));
                   },
                   [](const PlanRef& plan, std::size_t) {
                     return plan_fingerprint(plan, RankSplit::heads, true);

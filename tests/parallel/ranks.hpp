@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// The ranks of a test: all of them in this thread, or, where the file is compiled with KVTRIM_TEST_MPI, this process as one
-// of several. A test says for each rank that is here what it does, and exchanges the rounds of all of them.
+// The ranks of a test: all of them in this thread, or this process as one of several that MPI has started
+// (KVTRIM_TEST_RANKS). A test says for each rank that is here what it does, and exchanges the rounds of all of them.
 
 #include <kvtrim/parallel/communicator.hpp>
 #include <kvtrim/parallel/lock_step.hpp>
@@ -19,7 +19,7 @@
 namespace kvtrim::test {
 
 #if defined(KVTRIM_TEST_MPI)
-/// Made by main, for all tests.
+/// Made before main; null: all ranks are in this thread.
 inline MpiCommunicator* mpi = nullptr;
 #endif
 
@@ -45,10 +45,9 @@ class Ranks {
   Status drive(std::vector<Run>& runs) {
     REQUIRE(runs.size() == here_.size());
 #if defined(KVTRIM_TEST_MPI)
-    return kvtrim::drive(*communicator_, runs.front());
-#else
-    return drive_in_lock_step(std::span(runs), &traffic);
+    if (communicator_ != nullptr) { return kvtrim::drive(*communicator_, runs.front()); }
 #endif
+    return drive_in_lock_step(std::span(runs), &traffic);
   }
 
   Traffic traffic;  // of one rank; not counted over MPI
@@ -57,7 +56,7 @@ class Ranks {
   std::int32_t count_;
   std::vector<Rank> here_;
 #if defined(KVTRIM_TEST_MPI)
-  MpiCommunicator* communicator_;
+  MpiCommunicator* communicator_ = nullptr;
 #endif
 };
 
@@ -65,15 +64,17 @@ class Ranks {
 template <class F>
 void for_each_ranks(F&& f) {
 #if defined(KVTRIM_TEST_MPI)
-  Ranks ranks(*mpi);
-  f(ranks);
-#else
+  if (mpi != nullptr) {
+    Ranks ranks(*mpi);
+    f(ranks);
+    return;
+  }
+#endif
   for (const std::int32_t count : {1, 2, 3, 4, 8}) {
     CAPTURE(count);
     Ranks ranks(count);
     f(ranks);
   }
-#endif
 }
 
 }  // namespace kvtrim::test

@@ -2,6 +2,7 @@
 #include <kvtrim/parallel/rebalance.hpp>
 
 #include "catch.hpp"
+#include "parallel/ranks.hpp"
 #include "support/random.hpp"
 
 #include <algorithm>
@@ -81,3 +82,75 @@ TEST_CASE("rebalance: even ranks send nothing, and one that is empty gets its sh
   CHECK(rebalance(std::vector<std::int32_t>{9, 0, 0}) ==
         std::vector<PageMove>{{0, 2, 3}, {0, 1, 3}});
 }
+
+#if defined(KVTRIM_TEST_MPI)
+TEST_CASE("rebalance: the pages' bytes go from rank to rank", "[parallel]") {
+  if (test::mpi == nullptr) { return; }
+  int rank = 0;
+  int ranks = 1;
+  MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+  MPI_Comm_size(MPI_COMM_WORLD, &ranks);
+  constexpr int page_bytes = 1000;
+  // After an eviction: rank r has 7 r modulo 11 pages, whose bytes say whose they were.
+  std::vector<std::int32_t> counts;
+  for (std::int32_t r = 0; r < ranks; ++r) { counts.push_back(7 * r % 11); }
+  std::vector<std::vector<unsigned char>> pages;
+  for (std::int32_t p = 0; p < counts[static_cast<std::size_t>(rank)]; ++p) {
+    pages.emplace_back(page_bytes, static_cast<unsigned char>(16 * rank + p));
+  }
+  const auto moves = rebalance(counts);
+  std::vector<MPI_Request> requests;
+  std::vector<std::vector<unsigned char>> sent;
+  std::vector<std::vector<unsigned char>> received;
+  for (const PageMove& m : moves) {
+    for (std::int32_t i = 0; i < m.pages; ++i) {
+      if (m.from == rank) {
+        sent.push_back(pages.back());
+        pages.pop_back();
+      } else if (m.to == rank) {
+        received.emplace_back(page_bytes);
+      }
+    }
+  }
+  std::size_t next_sent = 0;
+  std::size_t next_received = 0;
+  for (const PageMove& m : moves) {
+    for (std::int32_t i = 0; i < m.pages; ++i) {
+      if (m.from == rank) {
+        MPI_Isend(sent[next_sent++].data(),
+                  page_bytes,
+                  MPI_BYTE,
+                  m.to,
+                  5,
+                  MPI_COMM_WORLD,
+                  &requests.emplace_back());
+      } else if (m.to == rank) {
+        MPI_Irecv(received[next_received++].data(),
+                  page_bytes,
+                  MPI_BYTE,
+                  m.from,
+                  5,
+                  MPI_COMM_WORLD,
+                  &requests.emplace_back());
+      }
+    }
+  }
+  MPI_Waitall(static_cast<int>(requests.size()), requests.data(), MPI_STATUSES_IGNORE);
+  pages.insert(pages.end(), received.begin(), received.end());
+  CHECK(static_cast<std::int32_t>(pages.size()) ==
+        after(counts, moves)[static_cast<std::size_t>(rank)]);
+  // Every page is somewhere, once and whole.
+  std::vector<int> seen(256);
+  for (const auto& page : pages) {
+    CHECK(std::ranges::count(page, page.front()) == page_bytes);
+    ++seen[page.front()];
+  }
+  MPI_Allreduce(MPI_IN_PLACE, seen.data(), 256, MPI_INT, MPI_SUM, MPI_COMM_WORLD);
+  for (std::int32_t r = 0; r < ranks; ++r) {
+    for (std::int32_t p = 0; p < 16; ++p) {
+      CHECK(seen[static_cast<std::size_t>(16 * r + p)] ==
+            (p < counts[static_cast<std::size_t>(r)] ? 1 : 0));
+    }
+  }
+}
+#endif

@@ -5,6 +5,7 @@
 // compare what they are about to do, and before anything moves, what came of it.
 
 #include <kvtrim/cache/generation.hpp>
+#include <kvtrim/core/exact_sum.hpp>
 #include <kvtrim/core/status.hpp>
 #include <kvtrim/evict/plan.hpp>
 #include <kvtrim/parallel/communicator.hpp>
@@ -39,6 +40,8 @@ struct RankHeader {
   std::int32_t sequences = 0;          ///< of the batch
   /// `budgets_hash` of what all ranks must keep alike: budgets, lengths, demands.
   std::uint64_t budgets = 0;
+  std::int64_t addends =
+      0;  ///< the most that an exact sum has, such as the rows of the longest sequence on all ranks
   std::int32_t first_part = 0;  ///< the rank's first KV head (`heads`) or layer (`layers`)
   std::int32_t parts = 0;       ///< how many of them it has
 };
@@ -51,7 +54,7 @@ template <class Numbers>
   return hash;
 }
 
-/// The first round of an eviction over ranks: one gather of 10 words.
+/// The first round of an eviction over ranks: one gather of 11 words.
 ///
 /// \par Complexity
 /// O(ranks); memory is taken by the constructor and by the message
@@ -71,6 +74,7 @@ class HeaderAgreement {
         word(header.kv_heads),
         word(header.sequences),
         header.budgets,
+        word(header.addends),
         word(header.first_part),
         word(header.parts)};
     std::ranges::copy(own, words_.begin() + rank.index * static_cast<std::ptrdiff_t>(word_count));
@@ -86,7 +90,7 @@ class HeaderAgreement {
   }
   /// What the ranks do not agree on, and which of them; empty where they do. The same on all ranks.
   [[nodiscard]] std::string message() const {
-    static constexpr std::array<std::string_view, 8> names{
+    static constexpr std::array<std::string_view, 9> names{
         "version", "split", "ranks", "policy", "layers", "kv_heads", "sequences", "budgets"};
     std::string text;
     for (std::size_t f = 0; f < names.size(); ++f) {
@@ -104,23 +108,29 @@ class HeaderAgreement {
           "a communicator of " + std::to_string(rank_.count) + " ranks, where the engine has " +
               std::to_string(word(0, ranks_word)));
     }
+    if (word(0, addends_word) > static_cast<std::uint64_t>(exact_addends)) {
+      add(text,
+          "an exact sum of " + std::to_string(word(0, addends_word)) +
+              " addends, but 64 bits hold at most " + std::to_string(exact_addends));
+    }
     add_parts(text);
     return text;
   }
 
  private:
-  static constexpr std::size_t word_count = 10;
+  static constexpr std::size_t word_count = 11;
   static constexpr std::size_t split_word = 1;
   static constexpr std::size_t ranks_word = 2;
   static constexpr std::size_t layers_word = 4;
   static constexpr std::size_t heads_word = 5;
-  static constexpr std::size_t part_word = 8;
+  static constexpr std::size_t addends_word = 8;
+  static constexpr std::size_t part_word = 9;
 
   [[nodiscard]] std::uint64_t word(std::int32_t rank, std::size_t field) const noexcept {
     return words_[static_cast<std::size_t>(rank) * word_count + field];
   }
   static void add(std::string& text, const std::string& more) {
-    text += text.empty() ? "kvtrim: ranks differ: " : "; ";
+    text += text.empty() ? "kvtrim: ranks cannot evict together: " : "; ";
     text += more;
   }
   // Each head or layer must be on one rank, and no rank without any.
@@ -175,7 +185,7 @@ static_assert(RankRun<HeaderAgreement>);
 [[nodiscard]] inline std::uint64_t plan_fingerprint(const PlanView& plan,
                                                     RankSplit split,
                                                     bool same_rows) noexcept {
-  std::uint64_t hash = static_cast<std::uint64_t>(plan.status());
+  std::uint64_t hash = 0;
   const std::int32_t layers = split == RankSplit::layers ? 1 : plan.layers();
   for (std::int32_t s = 0; s < plan.sequences(); ++s) {
     for (std::int32_t l = 0; l < layers; ++l) {

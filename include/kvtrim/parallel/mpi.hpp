@@ -24,6 +24,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <span>
 #include <thread>
@@ -33,6 +34,9 @@ namespace kvtrim {
 
 /// Ranks of an MPI communicator. Moves, does not copy.
 ///
+/// \pre a call has fewer than 2^31 words, as MPI counts in ints
+/// \par Allocation
+/// in the constructor, and in a call that has more words than all before
 /// \par Thread-safety
 /// one thread; MPI must have been initialised, and be finalised after the last call
 class MpiCommunicator {
@@ -43,7 +47,7 @@ class MpiCommunicator {
   /// \param deadline  how long a call waits for the other ranks
   explicit MpiCommunicator(
       MPI_Comm communicator,
-      std::chrono::steady_clock::duration deadline = std::chrono::seconds(30)) noexcept
+      std::chrono::steady_clock::duration deadline = std::chrono::seconds(30))
       : deadline_(deadline), call_(std::make_unique<Call>()) {
     call_->communicator = communicator;
     MPI_Comm_rank(communicator, &rank_.index);
@@ -120,6 +124,7 @@ class MpiCommunicator {
   }
   template <class Start>
   [[nodiscard]] Status call(std::span<std::uint64_t> words, Start&& start) noexcept {
+    KVTRIM_ASSERT(words.size() <= std::numeric_limits<std::int32_t>::max());
     if (broken_) { return Status::rank_missing; }
     call_->words.assign(words.begin(), words.end());
     broken_ = start(*call_) != MPI_SUCCESS || !wait();

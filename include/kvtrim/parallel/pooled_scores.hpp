@@ -44,6 +44,7 @@ class PooledScores {
   /// \param pooling    how
   /// \param kernel     odd, at least 1
   /// \param pairs      read until the rounds are done and `pooled` was called
+  /// \pre no position is `tokens` or more
   /// \throws std::invalid_argument if the kernel is even or below 1, or above 1 where tokens are striped: then every score
   ///   would be sent to every rank
   PooledScores(Rank rank,
