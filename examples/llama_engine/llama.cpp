@@ -13,8 +13,10 @@
 
 namespace engine {
 
-LlamaModel::LlamaModel(const GgufFile& file)
-    : shape_(read_llama_shape(file)), weights_(read_llama_weights(file, shape_)) {
+LlamaModel::LlamaModel(const GgufFile& file, const Split& split)
+    : split_(split), shape_(read_llama_shape(file)), weights_(read_llama_weights(file, shape_)) {
+  if (split_.by_heads()) keep_heads(shape_, weights_, *split_.ranks);
+  if (split_.ranks != nullptr) exchange_.emplace(*split_.ranks);
   const Eigen::Index group = shape_.heads / shape_.kv_heads;
   for (int i = 0; i < omp_get_max_threads(); ++i) {
     attention_.emplace_back(group, shape_.head_dim, shape_.head_dim);
@@ -38,15 +40,20 @@ kvtrim::Status LlamaModel::forward(kvtrim::PagedCache& cache,
              std::array<Product, 3>{
                  {{&layer.query, &query_}, {&layer.key, &key_}, {&layer.value, &value_}}});
     fill_cache(cache, segments, id);
+    if (split_.by_context()) {
+      exchange_->gather(query_, owners_);
+      if (observe && observes_unrotated_) exchange_->gather(unrotated_query_, owners_);
+    }
     attend(cache, segments, id);
+    if (split_.by_context()) exchange_->combine(attended_, lse_, owners_, sizes_, shape_.heads);
     if (observe) report(segments, id, observe);
     multiply(attended_, std::array<Product, 1>{{{&layer.attention_out, &normal_}}});
-    hidden_ += normal_;
+    add_to_hidden();
     normalise(hidden_, layer.feed_forward_norm, normal_);
     multiply(normal_, std::array<Product, 2>{{{&layer.gate, &gate_}, {&layer.up, &up_}}});
     activate();
     multiply(gate_, std::array<Product, 1>{{{&layer.down, &normal_}}});
-    hidden_ += normal_;
+    add_to_hidden();
   }
   compute_logits(segments, rows);
   return kvtrim::Status::ok;
@@ -113,20 +120,78 @@ void LlamaModel::check(const kvtrim::PagedCache& cache, std::span<const Segment>
 }
 
 kvtrim::Status LlamaModel::extend(kvtrim::PagedCache& cache, std::span<const Segment> segments) {
-  for (std::size_t i = 0; i < segments.size(); ++i) {
-    const auto status = cache.try_extend(segments[i].sequence, size_of(segments[i]));
-    if (status == kvtrim::Status::ok) continue;
-    for (std::size_t j = 0; j < i; ++j) {
-      const auto undone = cache.try_cancel_step(segments[j].sequence);
-      if (undone != kvtrim::Status::ok) {
-        throw std::runtime_error(
-            "engine::LlamaModel: rows of a failed step cannot be taken back: " +
-            std::string(kvtrim::to_string(undone)));
-      }
-    }
+  find_own(cache, segments);
+  auto status = kvtrim::Status::ok;
+  std::size_t done = 0;
+  while (done < segments.size() && status == kvtrim::Status::ok) {
+    status = cache.try_extend(segments[done].sequence, own_counts_[done]);
+    if (status == kvtrim::Status::ok) ++done;
+  }
+  if (split_.ranks != nullptr) {
+    float failed = status == kvtrim::Status::ok ? 0 : 1;
+    split_.ranks->sum({&failed, 1});
+    if (failed > 0 && status == kvtrim::Status::ok) status = kvtrim::Status::out_of_pages;
+  }
+  if (status == kvtrim::Status::ok) {
+    if (split_.by_context()) place_rows(cache, segments);
     return status;
   }
-  return kvtrim::Status::ok;
+  for (std::size_t j = 0; j < done; ++j) {
+    if (own_counts_[j] == 0) continue;
+    const auto undone = cache.try_cancel_step(segments[j].sequence);
+    if (undone != kvtrim::Status::ok) {
+      throw std::runtime_error("engine::LlamaModel: rows of a failed step cannot be taken back: " +
+                               std::string(kvtrim::to_string(undone)));
+    }
+  }
+  return status;
+}
+
+void LlamaModel::find_own(const kvtrim::PagedCache& cache, std::span<const Segment> segments) {
+  own_.clear();
+  own_first_rows_.clear();
+  own_counts_.clear();
+  owners_.clear();
+  sizes_.clear();
+  for (std::size_t s = 0; s < segments.size(); ++s) {
+    const std::int32_t tokens = size_of(segments[s]);
+    const bool apart = split_.by_context() && cache.alive(segments[s].sequence);
+    const std::int32_t first = apart ? kvtrim::raw(cache.next_position(segments[s].sequence)) : 0;
+    own_first_rows_.push_back(static_cast<Eigen::Index>(own_.size()));
+    for (std::int32_t i = 0; i < tokens; ++i) {
+      if (apart) owners_.push_back(split_.owner(first + i));
+      if (!apart || owners_.back() == split_.ranks->rank()) own_.push_back({s, i});
+    }
+    own_counts_.push_back(
+        static_cast<std::int32_t>(static_cast<Eigen::Index>(own_.size()) - own_first_rows_.back()));
+    sizes_.push_back(tokens);
+  }
+}
+
+void LlamaModel::place_rows(kvtrim::PagedCache& cache, std::span<const Segment> segments) const {
+  const kvtrim::CacheView view = cache.view();
+  for (std::size_t s = 0; s < segments.size(); ++s) {
+    const kvtrim::SequenceId id = segments[s].sequence;
+    const std::int32_t own = own_counts_[s];
+    const Own* const tokens = own_.data() + own_first_rows_[s];
+    for (std::int32_t t = 0; t < view.tables_per_sequence(); ++t) {
+      kvtrim::SequenceState& state = view.states[view.table_index(id, t)];
+      state.next_position -= own;
+      state.next_rope_position -= own;
+      if (own == 0) ++state.steps;  // as on the other ranks
+      kvtrim::for_each_head(view, id, t, [&](const kvtrim::HeadRef& head) {
+        for (std::int32_t i = 0; i < own; ++i) {
+          const std::int32_t row = state.live_rows - own + i;
+          view.positions.at<kvtrim::Position>(id, head.layer, head.head, row) =
+              kvtrim::Position{state.next_position + tokens[i].token};
+          view.rope_positions.at<std::int32_t>(id, head.layer, head.head, row) =
+              state.next_rope_position + tokens[i].token;
+        }
+      });
+      state.next_position += sizes_[s];
+      state.next_rope_position += sizes_[s];
+    }
+  }
 }
 
 void LlamaModel::embed(const kvtrim::PagedCache& cache, std::span<const Segment> segments) {
@@ -143,13 +208,18 @@ void LlamaModel::embed(const kvtrim::PagedCache& cache, std::span<const Segment>
       grow_rope_table(cache.next_rope_position(segment.sequence, l, h));
     });
   }
-  hidden_.resize(total, shape_.embedding);
+  hidden_.resize(static_cast<Eigen::Index>(own_.size()), shape_.embedding);
   Eigen::Index row = 0;
-  for (const Segment& segment : segments) {
-    for (const std::int32_t token : segment.tokens) {
-      hidden_.row(row++) = weights_.embedding.row(token);
-    }
+  for (const auto& [segment, token] : own_) {
+    hidden_.row(row++) =
+        weights_.embedding.row(segments[segment].tokens[static_cast<std::size_t>(token)]);
   }
+}
+
+void LlamaModel::add_to_hidden() {
+  if (split_.by_heads())
+    split_.ranks->sum({normal_.data(), static_cast<std::size_t>(normal_.size())});
+  hidden_ += normal_;
 }
 
 void LlamaModel::grow_rope_table(std::int32_t positions) {
@@ -193,16 +263,17 @@ void LlamaModel::fill_cache(kvtrim::PagedCache& cache,
   if (observes_unrotated_) unrotated_query_ = query_;
   const std::int32_t group = shape_.heads / shape_.kv_heads;
   for (std::size_t s = 0; s < segments.size(); ++s) {
-    const std::int32_t tokens = size_of(segments[s]);
+    const std::int32_t own = own_counts_[s];
     for (std::int32_t h = 0; h < shape_.kv_heads; ++h) {
       const std::int32_t first =
-          cache.next_rope_position(segments[s].sequence, layer, kvtrim::HeadId{h}) - tokens;
-#pragma omp parallel for if (tokens >= 64)
-      for (std::int32_t i = 0; i < tokens; ++i) {
-        const Eigen::Index row = first_rows_[s] + i;
-        rotate(key_.row(row).data() + h * shape_.head_dim, first + i);
+          cache.next_rope_position(segments[s].sequence, layer, kvtrim::HeadId{h}) - sizes_[s];
+#pragma omp parallel for if (own >= 64)
+      for (std::int32_t i = 0; i < own; ++i) {
+        const Eigen::Index row = own_first_rows_[s] + i;
+        const std::int32_t turn = first + own_[static_cast<std::size_t>(row)].token;
+        rotate(key_.row(row).data() + h * shape_.head_dim, turn);
         for (std::int32_t g = 0; g < group; ++g) {
-          rotate(query_.row(row).data() + (h * group + g) * shape_.head_dim, first + i);
+          rotate(query_.row(row).data() + (h * group + g) * shape_.head_dim, turn);
         }
       }
     }
@@ -210,7 +281,8 @@ void LlamaModel::fill_cache(kvtrim::PagedCache& cache,
   bool written = true;
 #pragma omp parallel for reduction(&& : written) if (segments.size() > 1)
   for (std::size_t s = 0; s < segments.size(); ++s) {
-    const Eigen::Index row = first_rows_[s];
+    if (own_counts_[s] == 0) continue;
+    const Eigen::Index row = own_first_rows_[s];
     kvtrim::RowSource unrotated;
     if (keep_unrotated) unrotated.data = unrotated_.row(row).data();
     written = written && cache.write(segments[s].sequence,
@@ -293,17 +365,37 @@ void LlamaModel::compute_logits(std::span<const Segment> segments, LogitRows row
     logits_.resize(0, shape_.vocabulary);
     return;
   }
+  const auto keep = [&](const std::vector<Eigen::Index>& kept) {
+    Matrix some(static_cast<Eigen::Index>(kept.size()), shape_.embedding);
+    for (std::size_t i = 0; i < kept.size(); ++i)
+      some.row(static_cast<Eigen::Index>(i)) = hidden_.row(kept[i]);
+    hidden_ = std::move(some);
+  };
+  std::vector<Eigen::Index> kept;
   if (rows == LogitRows::last) {
-    Matrix last(static_cast<Eigen::Index>(segments.size()), shape_.embedding);
+    std::vector<std::int32_t> owners;
     for (std::size_t s = 0; s < segments.size(); ++s) {
-      last.row(static_cast<Eigen::Index>(s)) =
-          hidden_.row(first_rows_[s] + size_of(segments[s]) - 1);
+      const Eigen::Index row = first_rows_[s] + sizes_[s] - 1;
+      if (split_.by_context()) owners.push_back(owners_[static_cast<std::size_t>(row)]);
+      if (owners.empty() || owners.back() == split_.ranks->rank())
+        kept.push_back(own_first_rows_[s] + own_counts_[s] - 1);
     }
-    hidden_ = std::move(last);
+    owners_ = std::move(owners);
+    keep(kept);
+  }
+  if (split_.by_heads()) {  // every rank has all rows: each takes some
+    kept.clear();
+    owners_.clear();
+    for (Eigen::Index row = 0; row < hidden_.rows(); ++row) {
+      owners_.push_back(static_cast<std::int32_t>(row % split_.ranks->size()));
+      if (owners_.back() == split_.ranks->rank()) kept.push_back(row);
+    }
+    keep(kept);
   }
   normalise(hidden_, weights_.output_norm, normal_);
   const Matrix& head = weights_.output ? *weights_.output : weights_.embedding;
   multiply(normal_, std::array<Product, 1>{{{&head, &logits_}}});
+  if (split_.ranks != nullptr) exchange_->gather(logits_, owners_);
 }
 
 }  // namespace engine

@@ -13,6 +13,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -20,6 +21,7 @@
 #include "gguf.hpp"
 #include "linear.hpp"
 #include "llama_weights.hpp"
+#include "split.hpp"
 
 namespace engine {
 
@@ -56,9 +58,13 @@ enum class LogitRows {
 /// one thread, which uses all OpenMP threads
 class LlamaModel {
  public:
+  /// \param split  the ranks that share the model; all of them call the same functions, with the same tokens, and get the same
+  ///   logits
   /// \throws std::runtime_error if the file is not a Llama model that this engine can run
-  explicit LlamaModel(const GgufFile& file);
+  /// \throws std::invalid_argument if the model cannot be split so
+  explicit LlamaModel(const GgufFile& file, const Split& split = {});
 
+  /// The model's; where it is split by heads, with the heads of this rank.
   [[nodiscard]] const LlamaShape& shape() const noexcept { return shape_; }
 
   /// Whether observers get the queries before RoPE too.
@@ -97,7 +103,8 @@ class LlamaModel {
   /// \param segments  different sequences, each with at least one token
   /// \param rows      which logits to compute; see logits()
   /// \param observe   called after each layer's attention, segment by segment; may be empty
-  /// \returns `ok`; if the cache has no room, the status of `try_extend`: the sequences are then unchanged
+  /// \returns `ok`; if the cache has no room, the status of `try_extend` (`out_of_pages` if it is another rank's): the
+  ///   sequences are then unchanged
   /// \throws std::invalid_argument if there is no segment, a segment is empty, two segments are of the same sequence, or a
   ///   token is not in the vocabulary
   /// \throws std::length_error if a rope position would exceed the model's context, unless allow_beyond_context()
@@ -137,7 +144,11 @@ class LlamaModel {
     }
   }
   /// Reserves rows for all segments or for none.
-  static kvtrim::Status extend(kvtrim::PagedCache& cache, std::span<const Segment> segments);
+  kvtrim::Status extend(kvtrim::PagedCache& cache, std::span<const Segment> segments);
+  /// Gives this rank's new rows their positions among those of all ranks.
+  void place_rows(kvtrim::PagedCache& cache, std::span<const Segment> segments) const;
+  /// Finds which tokens of the step this rank computes.
+  void find_own(const kvtrim::PagedCache& cache, std::span<const Segment> segments);
   void embed(const kvtrim::PagedCache& cache, std::span<const Segment> segments);
   void grow_rope_table(std::int32_t positions);
   void normalise(const Matrix& x, const Eigen::RowVectorXf& weight, Matrix& out) const;
@@ -150,6 +161,8 @@ class LlamaModel {
   void report(std::span<const Segment> segments,
               kvtrim::LayerId layer,
               const Observer& observe) const;
+  /// Adds what `normal_` holds, of all ranks where each has a part of the features.
+  void add_to_hidden();
   /// SwiGLU: gate <- silu(gate) * up.
   void activate();
   void compute_logits(std::span<const Segment> segments, LogitRows rows);
@@ -165,12 +178,25 @@ class LlamaModel {
     std::int32_t first_token;
   };
 
+  /// A token of the step that this rank computes: all, unless the model is split by context.
+  struct Own {
+    std::size_t segment;
+    std::int32_t token;
+  };
+
+  Split split_;
+  std::optional<RowExchange> exchange_;
   LlamaShape shape_;
   LlamaWeights weights_;
-  std::vector<BlockAttention> attention_;    // one per thread
-  std::vector<Turn> turns_;                  // [rope positions, rope_dims / 2]
-  std::vector<Eigen::Index> first_rows_;     // of each segment
-  std::vector<kvtrim::Position> positions_;  // of each token of the step
+  std::vector<BlockAttention> attention_;     // one per thread
+  std::vector<Turn> turns_;                   // [rope positions, rope_dims / 2]
+  std::vector<Eigen::Index> first_rows_;      // of each segment
+  std::vector<kvtrim::Position> positions_;   // of each token of the step
+  std::vector<Own> own_;                      // ascending
+  std::vector<Eigen::Index> own_first_rows_;  // of each segment, among the own ones
+  std::vector<std::int32_t> own_counts_;      // of each segment
+  std::vector<std::int32_t> sizes_;           // of each segment
+  std::vector<std::int32_t> owners_;  // of each token of the step; none unless split by context
   std::vector<Block> blocks_;
   bool observes_unrotated_ = false;
   bool beyond_context_ = false;

@@ -12,12 +12,14 @@
 #include <optional>
 #include <set>
 #include <span>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "dequant.hpp"
 #include "gguf.hpp"
 #include "linear.hpp"
+#include "split.hpp"
 
 namespace engine {
 
@@ -192,6 +194,41 @@ struct LlamaWeights {
     dequantise(jobs[i].tensor->type, jobs[i].tensor->bytes, jobs[i].to);
   }
   return weights;
+}
+
+/// Leaves of the parameters, and of the shape, what one rank has of a model that is split by heads: its KV heads with their
+/// query heads, and a part of the feed-forward features. Products with the output matrices are then to be added up.
+///
+/// \throws std::invalid_argument if the ranks do not divide the KV heads
+inline void keep_heads(LlamaShape& shape, LlamaWeights& weights, const Ranks& ranks) {
+  const std::int32_t size = ranks.size();
+  if (shape.kv_heads % size != 0) {
+    throw std::invalid_argument("engine::LlamaModel: " + std::to_string(shape.kv_heads) +
+                                " KV heads cannot be split over " + std::to_string(size) +
+                                " ranks");
+  }
+  const Eigen::Index queries = Eigen::Index{shape.heads} / size * shape.head_dim;
+  const Eigen::Index keys = Eigen::Index{shape.kv_heads} / size * shape.head_dim;
+  const Eigen::Index begin = Eigen::Index{shape.feed_forward} * ranks.rank() / size;
+  const Eigen::Index inner = Eigen::Index{shape.feed_forward} * (ranks.rank() + 1) / size - begin;
+  const auto rows = [](Matrix& m, Eigen::Index first, Eigen::Index n) {
+    m = Matrix(m.middleRows(first, n));
+  };
+  const auto columns = [](Matrix& m, Eigen::Index first, Eigen::Index n) {
+    m = Matrix(m.middleCols(first, n));
+  };
+  for (LlamaWeights::Layer& layer : weights.layers) {
+    rows(layer.query, ranks.rank() * queries, queries);
+    rows(layer.key, ranks.rank() * keys, keys);
+    rows(layer.value, ranks.rank() * keys, keys);
+    columns(layer.attention_out, ranks.rank() * queries, queries);
+    rows(layer.gate, begin, inner);
+    rows(layer.up, begin, inner);
+    columns(layer.down, begin, inner);
+  }
+  shape.heads /= size;
+  shape.kv_heads /= size;
+  shape.feed_forward = static_cast<std::int32_t>(inner);
 }
 
 }  // namespace engine

@@ -98,10 +98,14 @@ using H2O = kvtrim::HeavyHitter<kvtrim::AccumulateParams, Mode>;
 
 inline constexpr auto score_keys = [](auto& key, auto&, auto& p) { key("sinks", p.sinks)("recent", p.recent); };
 
+// Of softmax, queries and heads.
+inline constexpr auto sums_key = [](auto& key, auto& p) { key("sums", p.sums, "floating|exact"); };
+
 // Of WindowParams, or of SnapKV's own parameters.
 inline constexpr auto window_keys = [](auto& key, auto& p) {
   key("window", p.window)("kernel", p.kernel)("pool", p.pooling, "avg|max");
   key("rows", p.rows, "mean|sum|max")("group", p.group, "mean|sum|max")("columns", p.columns, "candidates|all");
+  sums_key(key, p);
 };
 
 inline constexpr auto snapkv_keys = [](auto& key, auto& to, auto& p) {
@@ -146,6 +150,7 @@ inline constexpr std::tuple table{
         key("recent", recent)("sinks", q.sinks)("mode", mode, "real_drop|greedy|promote");
         key("interval", q.interval)("grace", q.grace);
         key("decay", q.decay)("age", q.age_normalised)("squared", q.squared);
+        sums_key(key, q);
         if (recent < 0) key.fail("recent", "is negative");
         q.recent = std::llround(recent < 1 ? recent * to.keep : recent);
         if (recent > 0) q.recent = std::max<std::int64_t>(1, q.recent);  // a share of a small budget
@@ -182,7 +187,10 @@ inline constexpr std::tuple table{
       window_keys(key, p.scores);
       p.recent = p.scores.window;
     }, "form=chunks: of removed, whole chunks only, counted as kvpress does", true),
-    row<kvtrim::Tova>([](auto& key, auto&, auto& p) { key("protect", p.recent, "0|1"); }, "protect: the last row"),
+    row<kvtrim::Tova>([](auto& key, auto&, auto& p) {
+      key("protect", p.recent, "0|1");
+      sums_key(key, p.scores);
+    }, "protect: the last row"),
     row<kvtrim::KeyDiff>(score_keys),
     row<kvtrim::KeyNorm>(score_keys),
     row<ExpectedAttention>(expected_keys, "values: times the value's norm"),
@@ -211,8 +219,9 @@ inline constexpr std::tuple table{
       surprisal = kvtrim::agnostic_pages(to.keep);
       page_keys(key, window), page_keys(key, keydiff), page_keys(key, h2o), page_keys(key, surprisal);
       window_keys(key, window.scores);
+      sums_key(key, h2o.scores);
       return score;
-    }, "whole pages; unit: what shares a page set; kernel to columns are keys of score=window; "
+    }, "whole pages; unit: what shares a page set; kernel to columns are keys of score=window, sums also of h2o; "
         "score=surprisal (for questions that come later): norm=none, sinks=4"),
 };
 

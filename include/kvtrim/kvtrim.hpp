@@ -26,6 +26,7 @@
 #include <kvtrim/core/config.hpp>
 #include <kvtrim/core/dtype.hpp>
 #include <kvtrim/core/error.hpp>
+#include <kvtrim/core/exact_sum.hpp>
 #include <kvtrim/core/executor.hpp>
 #include <kvtrim/core/order_key.hpp>
 #include <kvtrim/core/pooling.hpp>
@@ -48,6 +49,7 @@
 #include <kvtrim/evict/commit.hpp>
 #include <kvtrim/evict/csr_tables.hpp>
 #include <kvtrim/evict/evict.hpp>
+#include <kvtrim/evict/kept_rows.hpp>
 #include <kvtrim/evict/plan.hpp>
 #include <kvtrim/evict/plan_bytes.hpp>
 #include <kvtrim/evict/plan_options.hpp>
@@ -62,6 +64,21 @@
 #include <kvtrim/observe/query_ring.hpp>
 #include <kvtrim/observe/recorder.hpp>
 #include <kvtrim/observe/surprisal.hpp>
+#include <kvtrim/parallel/agreement.hpp>
+#include <kvtrim/parallel/communicator.hpp>
+#include <kvtrim/parallel/context_pages.hpp>
+#include <kvtrim/parallel/context_top_k.hpp>
+#include <kvtrim/parallel/lock_step.hpp>
+#include <kvtrim/parallel/over_ranks.hpp>
+#include <kvtrim/parallel/page_norm_rounds.hpp>
+#include <kvtrim/parallel/placement.hpp>
+#include <kvtrim/parallel/policy_hash.hpp>
+#include <kvtrim/parallel/pooled_scores.hpp>
+#include <kvtrim/parallel/ranked_demand.hpp>
+#include <kvtrim/parallel/rebalance.hpp>
+#include <kvtrim/parallel/score_words.hpp>
+#include <kvtrim/parallel/shared_budget.hpp>
+#include <kvtrim/parallel/window_rounds.hpp>
 #include <kvtrim/policy/accumulate_params.hpp>
 #include <kvtrim/policy/ada_kv.hpp>
 #include <kvtrim/policy/chunk_kv.hpp>
@@ -92,6 +109,7 @@
 #include <kvtrim/score/accumulated.hpp>
 #include <kvtrim/score/chunked.hpp>
 #include <kvtrim/score/cur.hpp>
+#include <kvtrim/score/exact_window.hpp>
 #include <kvtrim/score/expected_attention.hpp>
 #include <kvtrim/score/external.hpp>
 #include <kvtrim/score/key_diff.hpp>

@@ -19,6 +19,7 @@ foreach(floor IN LISTS floors)
   math(EXPR number "${number} + 1")
 endforeach()
 set(floor_of_detail 0) # cuda/kvtrim/cuda/detail: what every kernel stands on
+set(floor_of_version.hpp 0)
 
 set(guilty)
 set(includes 0)
@@ -69,7 +70,7 @@ foreach(path IN LISTS headers)
   if(path STREQUAL "kvtrim.hpp")
     continue()
   endif()
-  if(NOT path MATCHES "/detail/")
+  if(NOT path MATCHES "/detail/" AND NOT path STREQUAL "parallel/mpi.hpp") # which needs MPI's header
     list(APPEND public "#include <kvtrim/${path}>")
   endif()
   if(path MATCHES "/") # version.hpp stands below all floors

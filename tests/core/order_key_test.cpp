@@ -157,3 +157,20 @@ TEST_CASE("row_key: is unique among rows and independent of their order",
   }
   CHECK(differ == 0);
 }
+
+TEST_CASE("order_key: a key's score has that key again, and is the score itself unless NaN or -0",
+          "[order_key]") {
+  const auto check = [](float score) {
+    const float back = score_of_key(order_key(score));
+    return order_key(back) == order_key(score) &&
+           (std::isnan(score) ? back == -std::numeric_limits<float>::infinity() : back == score);
+  };
+  for (const float x : special_scores()) { CHECK(check(x)); }
+  std::mt19937 rng(3);
+  bool all = true;
+  for (int i = 0; i < 100'000; ++i) {
+    all = all && check(from_bits(static_cast<std::uint32_t>(rng())));
+  }
+  CHECK(all);
+  static_assert(score_of_key(order_key(-2.5F)) == -2.5F);
+}

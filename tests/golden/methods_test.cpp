@@ -157,7 +157,7 @@ TEST_CASE("golden: ChunkKV keeps kvpress's chunks of SnapKV's scores", "[golden]
       PagedCache cache = l.make_cache(page_size);
       l.extend(cache, 0, l.tokens);
       // At 0.75 kvpress keeps fewer rows than the window has: no budget here.
-      const ChunkKV<> policy;
+      const ChunkKV<> policy({.scores = {.sums = page_size == 1 ? Sums::exact : Sums::floating}});
       const std::int32_t budget = kvpress_chunk_rows(l.tokens, 0.5, 20);
       Observation obs;
       obs.budgets =

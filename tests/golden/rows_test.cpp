@@ -99,10 +99,12 @@ TEST_CASE("golden: Tova's scores equal kvpress's, with the engine's LSE and with
     l.extend(cache, 0, l.tokens);
     for (const bool lse : {false, true}) {
       for (const std::int32_t rows : {1, 40}) {  // the last query alone votes
+        const Sums sums = rows == 1 ? Sums::exact : Sums::floating;
         Observation obs;
         obs.queries = l.block(l.tokens - rows, rows, lse);
         for (std::int32_t h = 0; h < l.kv_heads; ++h) {
-          const auto got = scores_of(TovaScorer(TovaParams{}), cache.view(), HeadId{h}, obs);
+          const auto got =
+              scores_of(TovaScorer(TovaParams{.sums = sums}), cache.view(), HeadId{h}, obs);
           INFO(shape << ", head " << h << ", LSE " << lse << ", rows " << rows);
           // The last entry is kvpress's way to protect it.
           CHECK(worst_of(got, l.file["tova"].row(h), 0, got.size() - 1) < 1e-5);
@@ -134,8 +136,11 @@ TEST_CASE("golden: Tova keeps the best of kvpress's scores and the last row, in 
       std::sort(order.begin(), cut);
       for (std::int32_t h = 0; h < l.kv_heads; ++h) {
         INFO(shape << ", removed " << removed << ", head " << h);
-        CHECK(kept_by(Tova({.budget = keep}), cache.view(), HeadId{h}, obs) ==
-              std::vector<double>(order.begin(), cut));
+        for (const Sums sums : {Sums::floating, Sums::exact}) {
+          const Tova policy({.budget = keep, .scores = {.sums = sums}});
+          CHECK(kept_by(policy, cache.view(), HeadId{h}, obs) ==
+                std::vector<double>(order.begin(), cut));
+        }
       }
     }
   }

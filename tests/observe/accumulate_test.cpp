@@ -6,6 +6,7 @@
 #include "catch.hpp"
 #include "score/score_fixture.hpp"
 
+#include <algorithm>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -161,6 +162,50 @@ TEST_CASE(
     CHECK(order_key(got[1]) == 0);
     CHECK(got[2] == 1.5F);
   }
+}
+
+TEST_CASE("accumulate: exact sums have the same bits in any order of heads, within 1e-6 of double",
+          "[accumulate][property]") {
+  constexpr std::int32_t rows = 37, group = 6, steps = 200;
+  for (const AccumulateParams params : {AccumulateParams{.sums = Sums::exact},
+                                        AccumulateParams{.squared = true, .sums = Sums::exact},
+                                        AccumulateParams{.decay = 0.9F, .sums = Sums::exact}}) {
+    std::vector<std::vector<std::uint32_t>> bits;
+    for (const std::uint32_t order : {0U, 1U, 2U}) {
+      PagedCache cache = cache_of(rows);
+      std::mt19937 rng(4);
+      std::vector<double> expected(rows, 0.0);
+      for (std::int32_t step = 0; step < steps; ++step) {
+        std::vector<float> p(group * rows), shown(group * rows);
+        for (float& x : p) { x = draw(rng); }
+        const auto heads = shuffled(group, order);
+        for (std::int32_t g = 0; g < group; ++g) {
+          std::copy_n(p.data() + heads[at(g)] * rows, rows, shown.data() + g * rows);
+        }
+        add(params, cache.view(), {shown.data(), group, rows});
+        for (std::int32_t r = 0; r < rows; ++r) {
+          double mean = 0;
+          for (std::int32_t g = 0; g < group; ++g) {
+            const auto x = static_cast<double>(p[at(g * rows + r)]);
+            mean += (params.squared ? x * x : x) / group;
+          }
+          expected[at(r)] = expected[at(r)] * static_cast<double>(params.decay) + mean;
+        }
+      }
+      CHECK(error_of(totals_of(cache.view()), expected) < 1e-6);
+      bits.push_back(bits_of(totals_of(cache.view())));
+    }
+    CHECK(bits[0] == bits[1]);
+    CHECK(bits[0] == bits[2]);
+  }
+}
+
+TEST_CASE("accumulate: what is no probability counts as 0, or as 1 above it, where sums are exact",
+          "[accumulate][nan]") {
+  PagedCache cache = cache_of(4);
+  const std::vector<float> p{nan_f, inf_f, -1.0F, 3.0F};
+  add({.sums = Sums::exact}, cache.view(), {p.data(), 1, 0});
+  CHECK(totals_of(cache.view()) == std::vector<float>{0, 1, 0, 1});
 }
 
 TEST_CASE("accumulate: no page is written", "[accumulate]") {

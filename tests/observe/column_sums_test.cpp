@@ -60,10 +60,13 @@ TEST_CASE("column_sums: equal the n x n reference in double for every parameter"
   for (const std::int32_t group : {1, 3, 8}) {
     for (const std::int32_t tokens : {0, 1, 2, 45}) {
       const Data d = make_data(2, group, 8, tokens, static_cast<std::uint32_t>(100 + tokens));
-      for (const AccumulateParams params : {AccumulateParams{},
-                                            AccumulateParams{.squared = true},
-                                            AccumulateParams{.decay = 0.9F},
-                                            AccumulateParams{.decay = 0.5F, .squared = true}}) {
+      for (const AccumulateParams params :
+           {AccumulateParams{},
+            AccumulateParams{.squared = true},
+            AccumulateParams{.decay = 0.9F},
+            AccumulateParams{.sums = Sums::exact},
+            AccumulateParams{.decay = 0.5F, .squared = true, .sums = Sums::exact},
+            AccumulateParams{.decay = 0.5F, .squared = true}}) {
         for (const LseForm form : {LseForm::natural, LseForm::binary}) {
           for (const float cap : {0.0F, 5.0F}) {
             for (const bool ordered : {true, false}) {
@@ -92,7 +95,7 @@ TEST_CASE("column_sums: equal the n x n reference in double for every parameter"
                             << ", squared " << params.squared << ", form " << static_cast<int>(form)
                             << ", cap " << cap << ", ordered " << ordered << ", dtype "
                             << std::string(to_string(o.dtype)));
-              CHECK(error_of(totals_of(cache, h), sums_of(p, params)) < tolerance);
+              CHECK(error_of(totals_of(cache, h), sums_of(p, params), params.sums) < tolerance);
               for (const float x : totals_of(cache, 1 - h)) { REQUIRE(x == 0); }
             }
           }
@@ -115,6 +118,63 @@ TEST_CASE("column_sums: prompts of many tiles and blocks of queries equal the re
     double total = 0;
     for (const float x : got) { total += static_cast<double>(x); }
     CHECK(total == Catch::Approx(tokens).epsilon(1e-5));  // each query hands out 1
+  }
+}
+
+TEST_CASE(
+    "column_sums: exact sums have the same bits for any order of heads and any blocks of queries",
+    "[column_sums][property]") {
+  for (const std::int32_t tokens : {45, 300}) {
+    for (const bool fault : {false, true}) {
+      const std::int32_t group = 3;
+      Data d = make_data(1, group, 16, tokens, static_cast<std::uint32_t>(tokens));
+      if (fault) {
+        d.key(7, 0)[0] = nan_f;
+        d.query(1, 20)[0] = inf_f;
+      }
+      const Queries queries(d, 0, tokens, LseForm::natural);
+      // Queries without a vote before the others move those into other blocks.
+      const auto sums = [&](const AccumulateParams& params,
+                            std::int32_t before,
+                            const std::vector<std::int32_t>& heads) {
+        TestCache cache(d, {.scores = true});
+        std::vector<float> rows, lse;
+        for (const std::int32_t g : heads) {
+          rows.insert(rows.end(), at(before * d.dim), nan_f);
+          rows.insert(rows.end(), d.query(g, 0), d.query(g, 0) + tokens * d.dim);
+          lse.insert(lse.end(), at(before), nan_f);
+          lse.insert(
+              lse.end(), queries.lse.begin() + g * tokens, queries.lse.begin() + (g + 1) * tokens);
+        }
+        std::vector<Position> positions(at(before), Position{0});
+        for (std::int32_t i = 0; i < tokens; ++i) { positions.push_back(Position{i}); }
+        QueryBlock block = queries.block;
+        block.data = rows.data();
+        block.rows = before + tokens;
+        block.head_stride = static_cast<std::int64_t>(block.rows) * d.dim;
+        block.lse = lse.data();
+        block.lse_head_stride = block.rows;
+        block.positions = positions.data();
+        accumulate(params, cache, 0, block);
+        return totals_of(cache, 0);
+      };
+      for (const bool squared : {false, true}) {
+        const AccumulateParams params{.squared = squared, .sums = Sums::exact};
+        const auto one = sums(params, 0, {0, 1, 2});
+        INFO("tokens " << tokens << ", fault " << fault << ", squared " << squared);
+        for (const std::int32_t before : {0, 5, 33}) {
+          CHECK(bits_of(sums(params, before, {2, 0, 1})) == bits_of(one));
+          CHECK(bits_of(sums(params, before, {1, 2, 0})) == bits_of(one));
+        }
+        if (!fault) {
+          CHECK(error_of(one, sums_of(head_of(d, 0, 0, tokens), params), Sums::exact) < tolerance);
+        }
+      }
+      // The floating form has other bits, or this would show nothing.
+      if (tokens == 300) {
+        CHECK(bits_of(sums({}, 5, {2, 0, 1})) != bits_of(sums({}, 0, {0, 1, 2})));
+      }
+    }
   }
 }
 

@@ -687,6 +687,20 @@ TEST_CASE("recorder: what cannot be recorded is refused with the numbers, nothin
   CHECK(recorder.record(world.view(), data.step(0, true)) == Status::ok);
   CHECK(recorder.fault().status == Status::ok);
 
+  // More probabilities than an exact sum holds: three heads of a group, 5,592,406 queries.
+  Needs exact;
+  exact.accumulate = AccumulateParams{.sums = Sums::exact};
+  Recorder adding(exact, params_of(setup));
+  LayerStep many = data.step(0, true);
+  const Ints too_many{5'592'406, 1, 1};
+  many.queries.row_counts = too_many.data();
+  CHECK(adding.record(world.view(), many) == Status::bad_observation);
+  CHECK(adding.fault().what == "exact addends");
+  CHECK(adding.fault().value == 16'777'218);
+  CHECK(adding.fault().expected == 16'777'215);
+  CHECK(adding.fault().sequence == 0);
+  CHECK(adding.record(world.view(), data.step(0, true)) == Status::ok);
+
   // Slots of sequences without rows are padding: nobody looks at them.
   append_rows(world, {{2, 1}});
   const StepData one(world, {{2, 1}}, 1);

@@ -182,10 +182,15 @@ TEST_CASE("merge: how sums are ranked does not change them, how they are made do
   const Needs squared{.accumulate = AccumulateParams{.squared = true}};
   CHECK(refusal([&] { static_cast<void>(merge(plain, decayed)); }) ==
         "kvtrim::merge: policies on one cache share one accumulated score, but one has decay 1, "
-        "squared false, the other decay 0.75, squared false");
+        "squared false, exact sums false, the other decay 0.75, squared false, exact sums false");
   CHECK(refusal([&] { static_cast<void>(merge(squared, plain)); }) ==
         "kvtrim::merge: policies on one cache share one accumulated score, but one has decay 1, "
-        "squared true, the other decay 1, squared false");
+        "squared true, exact sums false, the other decay 1, squared false, exact sums false");
+  const Needs exact{.accumulate = AccumulateParams{.sums = Sums::exact}};
+  CHECK(merge(exact, exact) == exact);
+  CHECK(refusal([&] { static_cast<void>(merge(plain, exact)); }) ==
+        "kvtrim::merge: policies on one cache share one accumulated score, but one has decay 1, "
+        "squared false, exact sums false, the other decay 1, squared false, exact sums true");
 }
 
 TEST_CASE("merge: moments without different numbers of sinks are refused with both", "[needs]") {

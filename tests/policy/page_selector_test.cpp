@@ -313,6 +313,16 @@ TEST_CASE("page_selector: the constructor refuses what cannot work, with the num
                     ContainsSubstring("kernel -1"));
   CHECK_THROWS_WITH(refused([](auto& p) { p.scores.window = 0; })(),
                     ContainsSubstring("scores.window 0"));
+  CHECK_THROWS_WITH(refused([](auto& p) { p.pages.sums = Sums::exact; })(),
+                    ContainsSubstring("sums of pages are exact, but those of the scores window"));
+  const auto above_one = [](auto& p) {
+    p.scores.sums = Sums::exact;
+    p.scores.rows = Reduction::sum;
+    p.pages = {.norm = HeadNorm::none, .heads = Reduction::sum};
+  };
+  CHECK_THROWS_WITH(refused(above_one)(), ContainsSubstring("window may be above 1"));
+  CHECK_NOTHROW(refused([&](auto& p) { above_one(p), p.pages.norm = HeadNorm::sum; })());
+  CHECK_NOTHROW(refused([&](auto& p) { above_one(p), p.pages.heads = Reduction::max; })());
   CHECK_NOTHROW(refused([](auto& p) { p.budget = 17; })());
   CHECK_NOTHROW(refused([](auto& p) { p.budget = 1, p.sinks = 0, p.window = 0; })());
   CHECK_NOTHROW(refused([](auto& p) { p.budget = 0, p.budget_pages = 1; })());
@@ -339,6 +349,7 @@ TEMPLATE_TEST_CASE("page_selector: keeps the pages that a plain transcription of
           PageSelector<>::Params p;
           p.scores.window = window;
           p.scores.kernel = 5;
+          p.scores.sums = group == 3 ? Sums::exact : Sums::floating;
           p.pages.heads = Reduction::sum;
           p.unit = unit;
           p.budget = 60;

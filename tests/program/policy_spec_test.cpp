@@ -84,7 +84,7 @@ TEST_CASE("policy spec: streaming takes the caller's form where the spec names n
 
 TEST_CASE("policy spec: every key of h2o reaches the policy", "[program]") {
   const auto p = h2o<HeavyMode::promote>(
-      ":recent=30,sinks=2,mode=promote,interval=8,grace=5,decay=0.5,age=1,squared=1");
+      ":recent=30,sinks=2,mode=promote,interval=8,grace=5,decay=0.5,age=1,squared=1,sums=exact");
   CHECK(p.recent == 30);
   CHECK(p.sinks == 2);
   CHECK(p.heavy == 68);
@@ -93,15 +93,18 @@ TEST_CASE("policy spec: every key of h2o reaches the policy", "[program]") {
   CHECK(p.decay == 0.5F);
   CHECK(p.age_normalised);
   CHECK(p.squared);
+  CHECK(p.sums == kvtrim::Sums::exact);
+  CHECK(h2o(":sums=floating").sums == kvtrim::Sums::floating);
   CHECK(h2o(":mode=real_drop").recent == 50);
   CHECK_FALSE(h2o(":age=0").age_normalised);
   CHECK_FALSE(h2o(":squared=0").squared);
 }
 
 TEST_CASE("policy spec: every key of snapkv reaches the policy", "[program]") {
-  const auto p = made<SnapKVSelector<>>(
-                     "snapkv:window=16,kernel=7,pool=max,rows=sum,group=max,columns=all,sinks=3")
-                     .params();
+  const auto p =
+      made<SnapKVSelector<>>(
+          "snapkv:window=16,kernel=7,pool=max,rows=sum,group=max,columns=all,sinks=3,sums=exact")
+          .params();
   CHECK(p.window == 16);
   CHECK(p.kernel == 7);
   CHECK(p.pooling == Pooling::max);
@@ -109,6 +112,7 @@ TEST_CASE("policy spec: every key of snapkv reaches the policy", "[program]") {
   CHECK(p.group == Reduction::max);
   CHECK(p.columns == PoolColumns::all_columns);
   CHECK(p.sinks == 3);
+  CHECK(p.sums == kvtrim::Sums::exact);
   CHECK(p.budget == 100);
   const auto q =
       made<SnapKVSelector<>>("snapkv:pool=avg,rows=max,group=sum,columns=candidates").params();
@@ -336,6 +340,14 @@ TEST_CASE("policy spec: every key of page reaches its parameters", "[program]") 
   CHECK(all.pages.reduction == kvtrim::PageReduction::top_m);
   CHECK(all.pages.top_m == 3);
   CHECK(all.pages.heads == kvtrim::Reduction::max);
+  const auto exact =
+      std::get<PageSelector<kvtrim::WindowParams>>(make("page:sums=exact,heads=sum")).params();
+  CHECK(exact.scores.sums == kvtrim::Sums::exact);
+  CHECK(exact.pages.sums == kvtrim::Sums::exact);
+  CHECK(plain.pages.sums == kvtrim::Sums::floating);
+  CHECK(std::get<PageSelector<kvtrim::AccumulateParams>>(make("page:score=h2o,sums=exact"))
+            .params()
+            .pages.sums == kvtrim::Sums::exact);
   const auto late =
       std::get<PageSelector<kvtrim::ExternalParams>>(make("page:score=surprisal,unit=head"))
           .params();
@@ -390,6 +402,7 @@ TEST_CASE("policy spec: keys of the methods that are one score reach them", "[pr
   CHECK(made<kvtrim::Random>("random:seed=9").params().scores.seed == 9);
   CHECK(made<kvtrim::Tova>("tova").params().recent == 1);
   CHECK(made<kvtrim::Tova>("tova:protect=0").params().recent == 0);
+  CHECK(made<kvtrim::Tova>("tova:sums=exact").params().scores.sums == kvtrim::Sums::exact);
   const auto expected =
       made<kvtrim::ExpectedAttention>("expected:sinks=2,future=9,epsilon=0.5,covariance=0,values=0")
           .params();

@@ -107,8 +107,8 @@ struct Batch {
   std::vector<float> layer;
 };
 
-struct Sums {
-  explicit Sums(const CacheView& view)
+struct PageSums {
+  explicit PageSums(const CacheView& view)
       : pages(pages_for(72, view.page_size)),
         data(at(sequences * layers * heads * pages), nan_f),
         array{data.data(), layers * heads * pages, pages} {}
@@ -118,7 +118,7 @@ struct Sums {
 };
 
 template <class T>
-Status accumulate(const PageSelector<T>& policy, Batch& b, Sums& sums, bool external) {
+Status accumulate(const PageSelector<T>& policy, Batch& b, PageSums& sums, bool external) {
   const CacheView view = b.cache.view();
   for (std::int32_t l = 0; l < layers; ++l) {
     const Observation obs = b.one(l, external);
@@ -164,7 +164,7 @@ std::int32_t set_of(PageUnit unit, TableScope scope, std::int32_t l, std::int32_
 
 // The sums written out: each head's rows, its pages, added in the order of layers and heads.
 template <class T>
-void check_sums(const PageSelector<T>& policy, Batch& b, const Sums& sums, bool external) {
+void check_sums(const PageSelector<T>& policy, Batch& b, const PageSums& sums, bool external) {
   const CacheView view = b.cache.view();
   const Observation obs = b.all(external);
   const typename ScorerOf<T>::type scorer(policy.scorer());
@@ -217,7 +217,7 @@ void run(T scores, bool external = false) {
           const PageSelector<T> policy(p);
           Batch b(scope, page_size, seed++);
           const CacheView view = b.cache.view();
-          Sums sums(view);
+          PageSums sums(view);
           REQUIRE(accumulate(policy, b, sums, external) == Status::ok);
           check_sums(policy, b, sums, external);
           const Kept own = kept_by(policy, view, b.all(external));
@@ -279,7 +279,7 @@ TEST_CASE("page_accumulate: too small a workspace is a status, and nothing is ad
   const Observation obs = b.one(1, false);
   const std::size_t bytes = page_accumulate_bytes(policy, plan_shape(view, obs));
   std::vector<std::byte> memory(bytes + 64);
-  Sums sums(view);
+  PageSums sums(view);
   const auto before = bits_of(sums.data);
   // The first sequence has 41 rows, the third 70: what is enough for the one is not for the other.
   for (std::size_t n = 0; n < bytes; n += n + 64 < bytes ? 64 : 1) {
@@ -297,6 +297,21 @@ TEST_CASE("page_accumulate: too small a workspace is a status, and nothing is ad
   }
 }
 
+TEST_CASE("page_accumulate: exact sums over heads do not fit an array of floats, maxima do",
+          "[page_accumulate][edge]") {
+  typename PageSelector<>::Params p;
+  p.scores = small_window;
+  p.scores.sums = Sums::exact;
+  Batch b(TableScope::layer, 4, 4);
+  PageSums sums(b.cache.view());
+  const auto before = bits_of(sums.data);
+  p.pages.heads = Reduction::sum;
+  CHECK(accumulate(PageSelector<>(p), b, sums, false) == Status::bad_observation);
+  CHECK(bits_of(sums.data) == before);
+  p.pages.heads = Reduction::max;
+  CHECK(accumulate(PageSelector<>(p), b, sums, false) == Status::ok);
+}
+
 TEST_CASE("page_accumulate: what the scorer needs and has not is a bad observation",
           "[page_accumulate][edge]") {
   typename PageSelector<>::Params p;
@@ -304,7 +319,7 @@ TEST_CASE("page_accumulate: what the scorer needs and has not is a bad observati
   const PageSelector<> policy(p);
   Batch b(TableScope::layer, 4, 4);
   const CacheView view = b.cache.view();
-  Sums sums(view);
+  PageSums sums(view);
   const auto before = bits_of(sums.data);
   std::vector<std::byte> memory(1 << 20);
   CHECK(accumulate_page_scores(policy, view, LayerId{0}, {}, sums.array, memory) ==
@@ -328,7 +343,7 @@ TEST_CASE("page_accumulate: a table with a hole is scored within its rows",
   const CacheView view = b.cache.view();
   view.states[0].live_rows = 40;
   view.states[0].append_row = 7;
-  Sums sums(view);
+  PageSums sums(view);
   REQUIRE(accumulate(policy, b, sums, false) == Status::ok);
   for (std::int64_t page = 0; page < sums.pages; ++page) {
     INFO("page " << page);
@@ -348,12 +363,14 @@ TEST_CASE("page_accumulate: a sequence's NaN stay in it", "[page_accumulate][nan
   const std::size_t layer_size = at(heads * group * window * dim);
   // Sequence 0 has no vote in layer 1.
   std::fill_n(spoilt.queries.begin() + static_cast<std::ptrdiff_t>(layer_size), layer_size, nan_f);
-  Sums a(clean.cache.view());
-  Sums c(spoilt.cache.view());
+  PageSums a(clean.cache.view());
+  PageSums c(spoilt.cache.view());
   REQUIRE(accumulate(policy, clean, a, false) == Status::ok);
   REQUIRE(accumulate(policy, spoilt, c, false) == Status::ok);
   const auto first = static_cast<std::ptrdiff_t>(a.array.sequence_stride);
-  const auto tail = [&](const Sums& x) { return bits_of({x.data.begin() + first, x.data.end()}); };
+  const auto tail = [&](const PageSums& x) {
+    return bits_of({x.data.begin() + first, x.data.end()});
+  };
   CHECK(tail(a) == tail(c));
   for (std::int32_t page = 0; page < pages_for(41, 4); ++page) {
     CHECK(std::isfinite(c.data[at(page)]));  // the other layers decide

@@ -128,6 +128,66 @@ TEST_CASE(
   CHECK(other_bits == 0);
 }
 
+TEST_CASE(
+    "page_scores: with exact sums any ranks have the bits of one, within rows * 2^-41 of double",
+    "[page_scores][property][nan]") {
+  test::Random random(3);
+  for (const std::int32_t n : {0, 1, 7, 200}) {
+    for (const bool negative : {false, true}) {
+      for (const bool fault : {false, true}) {
+        for (const float size : {1e-6F, 1.0F, 1e30F}) {
+          PageScoreParams params{.reduction = PageReduction::mean};
+          std::vector<float> rows;
+          for (std::int32_t i = 0; i < n; ++i) {
+            const float x = random.uniform() * size;
+            rows.push_back(negative ? x - 0.5F * size : std::abs(x));
+          }
+          const auto expected = reference(params, rows, 0, 4, at(pages_for(n, 4)));
+          if (fault && n > 5) { rows[3] = nan_f, rows[4] = inf_f, rows[5] = -inf_f; }
+          const auto floating = pages_of(params, rows, 0, 4);
+          params.sums = Sums::exact;
+          const auto got = pages_of(params, rows, 0, 4);
+          for (std::size_t p = 0; p < got.size(); ++p) {
+            const double wanted = fault ? static_cast<double>(floating[p]) : expected[p];
+            const double error = std::abs(static_cast<double>(got[p]) - wanted);
+            INFO(n << " rows, page " << p << ", fault " << fault << ", size " << size);
+            CHECK((error <= std::abs(wanted) * (n * 0x1p-41 + 3e-7) || got[p] == floating[p]));
+          }
+          for (const std::size_t ranks : {2U, 3U}) {  // pages of 4 rows, dealt out in turn
+            std::vector<HeadRows> of(ranks);
+            std::vector<std::vector<float>> own(ranks);
+            for (std::size_t r = 0; r < rows.size(); ++r) { own[r / 4 % ranks].push_back(rows[r]); }
+            HeadRows all;
+            for (const auto& x : own) {
+              const HeadRows part = HeadRows::of(params, x);
+              all.largest = std::max(all.largest, part.largest);
+              all.lowest = std::max(all.lowest, part.lowest);
+            }
+            std::uint64_t units = 0;
+            for (const auto& x : own) {
+              HeadRows part = all;
+              part.add_units(x);
+              units += part.units;
+            }
+            all.units = units;
+            std::vector<std::uint32_t> bits(got.size());
+            for (std::size_t rank = 0; rank < ranks; ++rank) {
+              std::vector<float> pages(
+                  at(pages_for(static_cast<std::int32_t>(own[rank].size()), 4)));
+              std::vector<float> scratch(4);
+              page_scores(params, own[rank], 0, 4, all, scratch, pages);
+              for (std::size_t p = 0; p < pages.size(); ++p) {
+                bits[p * ranks + rank] = std::bit_cast<std::uint32_t>(pages[p]);
+              }
+            }
+            CHECK(bits == bits_of(got));
+          }
+        }
+      }
+    }
+  }
+}
+
 TEST_CASE("page_scores: a page of padding alone scores 0", "[page_scores][edge]") {
   for (const PageReduction reduction : reductions) {
     const PageScoreParams params{.norm = HeadNorm::none, .reduction = reduction};

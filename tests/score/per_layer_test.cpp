@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "method_fixture.hpp"
 
+#include <kvtrim/core/dtype.hpp>
+#include <kvtrim/core/exact_sum.hpp>
 #include <kvtrim/score/external.hpp>
 #include <kvtrim/score/key_diff.hpp>
 #include <kvtrim/score/key_norm.hpp>
@@ -11,7 +13,10 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
+#include <stdexcept>
+#include <string>
 #include <vector>
 
 using namespace score_test;
@@ -61,6 +66,69 @@ TEST_CASE("per_layer: no bit depends on page size, page place, batch, thread or 
   check_bits(layered(WindowParams{.window = 4}, Reduction::max));
   check_hole(layered(KeyDiffParams{}));
   check_scratch(layered(WindowParams{}));
+}
+
+TEST_CASE(
+    "per_layer: exact scores are added exactly: any order and any parts of the heads, and NaN",
+    "[per_layer][property][nan]") {
+  const WindowParams token{.window = 4, .kernel = 3, .sums = Sums::exact};
+  check_bits(layered(token));
+  check_hole(layered(token));
+  check_scratch(layered(token));
+  MethodWorld world({.kv_heads = 5, .group = 2});
+  REQUIRE(world.append(0, 60) == Status::ok);
+  Observation obs = world.observation();
+  for (const bool fault : {false, true}) {
+    if (fault) {  // one row of one head
+      const CacheView view = world.view();
+      const std::vector<float> bad(8, nan_f);
+      store_row(view.k, view.key(SequenceId{0}, LayerId{0}, HeadId{3}, 11), bad.data());
+    }
+    std::vector<float> floating =
+        scores_in(layered(WindowParams{.window = 4, .kernel = 3}), world.view(), obs, 0, 0, 0);
+    const auto got = scores_in(layered(token), world.view(), obs, 0, 0, 0);
+    CHECK(error_of(got, {floating.begin(), floating.end()}, Sums::exact) < 1e-6);
+    CHECK(is_nan(got[11]) == fault);
+    for (const std::size_t ranks : {1U, 2U, 3U}) {
+      std::vector<std::vector<std::uint64_t>> units(ranks, std::vector<std::uint64_t>(60, 0));
+      for (const std::int32_t h : shuffled(5, static_cast<std::uint32_t>(ranks))) {
+        add_scores(scores_in(WindowScorer(token), world.view(), obs, 0, 0, h),
+                   units[static_cast<std::size_t>(h) % ranks]);
+      }
+      std::vector<float> all;
+      for (std::size_t r = 0; r < 60; ++r) {
+        std::uint64_t sum = 0;
+        for (const auto& rank : units) { sum += rank[r]; }
+        all.push_back(exact_score_mean(sum, 5));
+      }
+      CHECK(bits_of(all) == bits_of(got));
+    }
+  }
+}
+
+TEST_CASE("per_layer: exact scores that may be above 1 are refused unless the maximum is taken",
+          "[per_layer][edge]") {
+  WindowParams token{.rows = Reduction::sum, .sums = Sums::exact};
+  const auto text_of = [](const auto& params) -> std::string {
+    try {
+      params.check("who");
+    } catch (const std::invalid_argument& e) { return e.what(); }
+    return "";
+  };
+  const std::string text =
+      "who: scores of heads are added exactly as probabilities, but those of window may be above "
+      "1; reduce queries and query heads by mean or max, or heads by max";
+  CHECK(text_of(PerLayer<WindowParams>{token}) == text);
+  CHECK(text_of(PerLayer<WindowParams>{token, Reduction::sum}) == text);
+  CHECK(text_of(PerLayer<WindowParams>{token, Reduction::max}).empty());
+  token.sums = Sums::floating;
+  CHECK(text_of(PerLayer<WindowParams>{token}).empty());
+  token = {.group = Reduction::max, .sums = Sums::exact};
+  CHECK(text_of(PerLayer<WindowParams>{token}).empty());
+  CHECK(text_of(PerLayer<PerLayer<WindowParams>>{{token, Reduction::sum}}) ==
+        "who: scores of heads are added exactly as probabilities, but those of "
+        "per_layer<window> may be above 1; reduce queries and query heads by mean or max, or "
+        "heads by max");
 }
 
 TEST_CASE("per_layer: a row that is NaN in one head is NaN", "[per_layer][nan]") {

@@ -6,6 +6,7 @@
 
 #include <kvtrim/cache/paged_cache.hpp>
 #include <kvtrim/core/arena.hpp>
+#include <kvtrim/core/exact_sum.hpp>
 #include <kvtrim/evict/planner.hpp>
 #include <kvtrim/observe/observation.hpp>
 #include <kvtrim/policy/window_params.hpp>
@@ -363,8 +364,12 @@ std::vector<float> scores_of(const S& scorer,
 
 // --- comparing ---------------------------------------------------------------------------
 
-/// Largest |got - expected|, relative to |expected|; infinite where one alone is NaN or the sizes differ.
-inline double error_of(const std::vector<float>& got, const std::vector<double>& expected) {
+/// Largest |got - expected|, relative to |expected|; infinite where one alone is NaN or the sizes differ. Scores of
+/// probabilities that are summed exactly are also rounded to units, which is not counted.
+inline double error_of(const std::vector<float>& got,
+                       const std::vector<double>& expected,
+                       Sums sums = Sums::floating) {
+  const double allowed = sums == Sums::exact ? 2 / exact_one : 0;
   if (got.size() != expected.size()) { return HUGE_VAL; }
   double worst = 0;
   for (std::size_t i = 0; i < got.size(); ++i) {
@@ -372,7 +377,7 @@ inline double error_of(const std::vector<float>& got, const std::vector<double>&
     const double y = expected[i];
     if (std::isnan(x) != std::isnan(y)) { return HUGE_VAL; }
     if (std::isnan(x) || x == y) { continue; }
-    worst = std::max(worst, std::fabs(x - y) / std::fabs(y));
+    worst = std::max(worst, std::max(0.0, std::fabs(x - y) - allowed) / std::fabs(y));
   }
   return worst;
 }

@@ -22,6 +22,7 @@ using namespace score_test;
 namespace {
 
 constexpr LseForm all_forms[] = {LseForm::computed, LseForm::natural, LseForm::binary};
+constexpr Sums both_sums[] = {Sums::floating, Sums::exact};
 constexpr Reduction all_reductions[] = {Reduction::mean, Reduction::sum, Reduction::max};
 constexpr double tolerance = 1e-5;
 
@@ -73,9 +74,11 @@ TEST_CASE(
                        {PoolColumns::candidates, PoolColumns::all_columns}) {
                     // All combinations with every length and group; one LSE form and order in three.
                     if (rng() % 3 != 0) { continue; }
-                    const WindowParams params{window, kernel, rows, heads, pooling, columns};
-                    const double error =
-                        error_of(scores_of(c, params, h), window_scores(p, probabilities, params));
+                    WindowParams params{window, kernel, rows, heads, pooling, columns};
+                    params.sums = both_sums[rng() % 2];
+                    const double error = error_of(scores_of(c, params, h),
+                                                  window_scores(p, probabilities, params),
+                                                  params.sums);
                     if (error > tolerance) {
                       FAIL_CHECK("group " << group << ", tokens " << tokens << ", rows "
                                           << static_cast<int>(rows) << ", group reduction "
@@ -83,7 +86,8 @@ TEST_CASE(
                                           << static_cast<int>(pooling) << ", kernel " << kernel
                                           << ", columns " << static_cast<int>(columns) << ", form "
                                           << static_cast<int>(form) << ", page size " << o.page_size
-                                          << ", ordered " << ordered << ": error " << error);
+                                          << ", ordered " << ordered << ", sums "
+                                          << static_cast<int>(params.sums) << ": error " << error);
                     }
                     worst = std::max(worst, error);
                   }

@@ -48,6 +48,11 @@ struct AdaptiveHead {
   std::int32_t fixed = 0;               ///< protected rows, which stay whatever their scores
   std::int32_t budget = 0;              ///< rows it would keep if all heads got the same
   std::int32_t rows = 0;                ///< output: rows it keeps, protected ones included
+
+  /// Rows that compete.
+  [[nodiscard]] constexpr std::int64_t candidates() const noexcept {
+    return static_cast<std::int64_t>(keys.size());
+  }
 };
 
 /// Working memory of `adaptive_rows`.
@@ -117,70 +122,63 @@ void count_wins(std::span<const AdaptiveHead> heads,
   }
 }
 
-}  // namespace detail
-
-/// Shares the sum of the heads' budgets among them by their scores.
-///
-/// \param[in,out] heads  `rows` is written: at least `fixed`, at most `fixed` + candidates. Their sum is the sum of the
-///   budgets, or all rows if there are fewer, or the protected rows if there are more
-/// \param scratch  taken for at least as many heads and rows
-/// \pre there are fewer than 2^32 heads, and fewer than 2^31 candidates in all of them together
-/// \par Ties
-/// the lower position, then the lower head. NaN: lowest class
-/// \par Complexity
-/// O(candidates) on average, O(heads^2) for the remainders of the floor forms; no allocation
-/// \par Source
-/// Feng et al., 2024, arXiv:2407.11550; differs: `floor` hands out what rounding leaves, by largest remainder
-inline void adaptive_rows(const AdaptiveParams& params,
-                          std::span<AdaptiveHead> heads,
-                          const AdaptiveScratch& scratch) noexcept {
-  const auto candidates = [](const AdaptiveHead& h) {
-    return static_cast<std::int64_t>(h.keys.size());
-  };
-  std::int64_t total = 0;  // rows to hand out to candidates
+// What is shared, before anything is known of scores. `Head`: `candidates()`, `fixed`, `budget` and `rows`, as an
+// `AdaptiveHead` has them.
+//
+// \returns rows to hand out to candidates
+template <class Head>
+[[nodiscard]] std::int64_t rows_to_share(std::span<const Head> heads) noexcept {
+  std::int64_t total = 0;
   std::int64_t competing = 0;
-  for (const AdaptiveHead& h : heads) {
+  for (const Head& h : heads) {
     total += h.budget - h.fixed;
-    competing += candidates(h);
+    competing += h.candidates();
   }
-  total = std::clamp<std::int64_t>(total, 0, competing);
-  const auto room = [&](const AdaptiveHead& h) -> std::int64_t {
-    return h.fixed + candidates(h) - h.rows;
-  };
-  if (params.form == AdaptiveForm::safeguard) {
+  return std::clamp<std::int64_t>(total, 0, competing);
+}
+
+// Gives each head its fixed rows and, with a safeguard, its best rows.
+//
+// \returns rows that are left for those that compete
+template <class Head>
+[[nodiscard]] std::int64_t give_safe_rows(const AdaptiveParams& params,
+                                          std::span<Head> heads) noexcept {
+  std::int64_t left = rows_to_share(std::span<const Head>(heads));
+  for (Head& h : heads) {
+    h.rows = h.fixed;
+    if (params.form != AdaptiveForm::safeguard) { continue; }
     // The best rows of each head come first: they stay unless there is no room even for them.
-    std::int64_t left = total;
-    for (AdaptiveHead& h : heads) {
-      const auto safe = static_cast<std::int64_t>(h.budget * params.safeguard) - h.fixed;
-      const auto own = std::clamp<std::int64_t>(std::min(safe, candidates(h)), 0, left);
-      h.rows = h.fixed + static_cast<std::int32_t>(own);
-      left -= own;
-    }
-    // The lowest key of each head's safe rows; what is below competes. `head` holds the keys of one head at a time, so
-    // limits are not stored but derived from `rows` when needed: twice, which is still O(candidates).
-    const auto limit = [&](std::size_t i) {
-      const AdaptiveHead& h = heads[i];
-      if (h.rows == h.fixed) { return ~std::uint64_t{0}; }
-      const auto keys = scratch.head.first(h.keys.size());
-      std::copy(h.keys.begin(), h.keys.end(), keys.begin());
-      return detail::kth_highest(keys, h.rows - h.fixed);
-    };
-    detail::count_wins(heads, left, limit, scratch);
+    const auto safe = static_cast<std::int64_t>(h.budget * params.safeguard) - h.fixed;
+    const auto own = std::clamp<std::int64_t>(std::min(safe, h.candidates()), 0, left);
+    h.rows += static_cast<std::int32_t>(own);
+    left -= own;
+  }
+  return left;
+}
+
+// Gives each head what it won (wins[i] rows) of the rows that `give_safe_rows` left.
+template <class Head>
+void give_won_rows(const AdaptiveParams& params,
+                   std::span<Head> heads,
+                   std::span<const std::int64_t> wins) noexcept {
+  if (params.form == AdaptiveForm::safeguard) {
     for (std::size_t i = 0; i < heads.size(); ++i) {
-      heads[i].rows += static_cast<std::int32_t>(scratch.wins[i]);
+      heads[i].rows += static_cast<std::int32_t>(wins[i]);
     }
     return;
   }
-  detail::count_wins(heads, total, [](std::size_t) { return ~std::uint64_t{0}; }, scratch);
+  const auto room = [&](const Head& h) -> std::int64_t {
+    return h.fixed + h.candidates() - h.rows;
+  };
   const auto share = [&](std::size_t i) {
     const double equal = std::max(0, heads[i].budget - heads[i].fixed);
-    const double won = static_cast<double>(scratch.wins[i]) * (1 - params.safeguard);
+    const double won = static_cast<double>(wins[i]) * (1 - params.safeguard);
     return params.form == AdaptiveForm::floor ? won + equal * params.safeguard
                                               : won + std::floor(equal * params.safeguard);
   };
-  std::int64_t left = total;
+  std::int64_t left = rows_to_share(std::span<const Head>(heads));
   for (std::size_t i = 0; i < heads.size(); ++i) {
-    AdaptiveHead& h = heads[i];
+    Head& h = heads[i];
     h.rows = h.fixed;
     const bool exact = params.form == AdaptiveForm::floor;
     const auto rows =
@@ -200,13 +198,45 @@ inline void adaptive_rows(const AdaptiveParams& params,
         most = due;
       }
     }
-    AdaptiveHead& h = heads[next];
+    Head& h = heads[next];
     // One row, or as many as it lags behind.
     const auto rows = std::clamp<std::int64_t>(
         static_cast<std::int64_t>(most), 1, std::min<std::int64_t>(left, room(h)));
     h.rows += static_cast<std::int32_t>(rows);
     left -= rows;
   }
+}
+
+}  // namespace detail
+
+/// Shares the sum of the heads' budgets among them by their scores.
+///
+/// \param[in,out] heads  `rows` is written: at least `fixed`, at most `fixed` + candidates. Their sum is the sum of the
+///   budgets, or all rows if there are fewer, or the protected rows if there are more
+/// \param scratch  taken for at least as many heads and rows
+/// \pre there are fewer than 2^32 heads, and fewer than 2^31 candidates in all of them together
+/// \par Ties
+/// the lower position, then the lower head. NaN: lowest class
+/// \par Complexity
+/// O(candidates) on average, O(heads^2) for the remainders of the floor forms; no allocation
+/// \par Source
+/// Feng et al., 2024, arXiv:2407.11550; differs: `floor` hands out what rounding leaves, by largest remainder
+inline void adaptive_rows(const AdaptiveParams& params,
+                          std::span<AdaptiveHead> heads,
+                          const AdaptiveScratch& scratch) noexcept {
+  const std::int64_t left = detail::give_safe_rows(params, heads);
+  // The lowest key of each head's safe rows; what is below competes. `head` holds the keys of one head at a time, so
+  // limits are not stored but derived from `rows` when needed: twice, which is still O(candidates).
+  const auto limit = [&](std::size_t i) {
+    const AdaptiveHead& h = heads[i];
+    if (h.rows == h.fixed) { return ~std::uint64_t{0}; }
+    const auto keys = scratch.head.first(h.keys.size());
+    std::copy(h.keys.begin(), h.keys.end(), keys.begin());
+    return detail::kth_highest(keys, h.rows - h.fixed);
+  };
+  detail::count_wins(heads, left, limit, scratch);
+  detail::give_won_rows(
+      params, heads, std::span<const std::int64_t>(scratch.wins.first(heads.size())));
 }
 
 }  // namespace kvtrim

@@ -27,6 +27,18 @@ namespace kvtrim {
   return lowest ? 0U : key;
 }
 
+/// The score of a key: `order_key` of it is `key` again.
+///
+/// \returns -inf for 0, which NaN has too
+/// \pre `key` came from `order_key`
+/// \par Complexity
+/// O(1)
+[[nodiscard]] KVTRIM_HOST_DEVICE constexpr float score_of_key(std::uint32_t key) noexcept {
+  return std::bit_cast<float>(key == 0U            ? 0xFF80'0000U
+                              : key < 0x8000'0000U ? 0x8000'0000U | (0x8000'0000U - key)
+                                                   : key - 0x8000'0000U);
+}
+
 /// Whether `score` is NaN, judged by its bits.
 [[nodiscard]] KVTRIM_HOST_DEVICE constexpr bool is_nan(float score) noexcept {
   return (std::bit_cast<std::uint32_t>(score) & 0x7FFF'FFFFU) > 0x7F80'0000U;

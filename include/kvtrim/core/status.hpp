@@ -39,6 +39,8 @@ enum class [[nodiscard]] Status : std::uint8_t {
   /// A table was changed between `apply` and `commit`: its rows moved, and it cannot be committed. The one status after
   /// which rows are lost; the plan's other tables were committed.
   torn,
+  ranks_differ,  ///< ranks of one communicator do not agree on what they do; all of them are told so
+  rank_missing,  ///< a rank did not arrive in time, or the communicator was broken before
 };
 
 /// Name of `s`, spelled as in the enumeration; "unknown" for a value outside it.
@@ -68,7 +70,9 @@ enum class [[nodiscard]] Status : std::uint8_t {
                                   "no_open_step",
                                   "eviction_open",
                                   "states_disagree",
-                                  "torn"});
+                                  "torn",
+                                  "ranks_differ",
+                                  "rank_missing"});
 }
 
 /// Whether a plan with this status may be applied: `ok` or `over_budget`.

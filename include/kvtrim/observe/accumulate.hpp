@@ -6,6 +6,7 @@
 
 #include <kvtrim/cache/head_ref.hpp>
 #include <kvtrim/core/compensated.hpp>
+#include <kvtrim/core/exact_sum.hpp>
 #include <kvtrim/observe/detail/packet.hpp>
 #include <kvtrim/policy/accumulate_params.hpp>
 
@@ -21,10 +22,32 @@ struct Probabilities {
   std::int64_t head_stride = 0;  ///< floats between them
 };
 
+namespace detail {
+/// Adds a step's exact sum over `group` query heads to row `r` of an accumulated score, which decays by `factor` before.
+inline void add_units(const HeadRef& head,
+                      std::int32_t r,
+                      std::uint64_t units,
+                      std::int32_t group,
+                      double factor) noexcept {
+  const auto [view, s, l, h] = head;
+  float& sum = view.score_sums.at<float>(s, l, h, r);
+  float& compensation = view.score_compensations.at<float>(s, l, h, r);
+  if (factor != 1.0) { scale_compensated(sum, compensation, factor); }
+  // In two floats: one alone would round a sum of many queries to 24 bits.
+  const double value = static_cast<double>(units) / (static_cast<double>(group) * exact_one);
+  const auto high = static_cast<float>(value);
+  add_compensated(sum, compensation, high);
+  add_compensated(sum, compensation, static_cast<float>(value - static_cast<double>(high)));
+}
+}  // namespace detail
+
 /// Adds one query's probabilities to the accumulated scores of one KV head.
 ///
 /// \param probabilities  by row of the table; a value that is not finite is added as it is, and its row then ranks lowest
 /// \pre `view.score_sums` and `view.score_compensations` are present; no hole
+/// With `Sums::exact` the sum over the group has the same bits in any order of heads; a value that is not finite then counts
+/// as 0, or as 1 if it is +inf.
+///
 /// \par Complexity
 /// O(group * live rows) time; no allocation
 /// \par Source
@@ -36,6 +59,17 @@ inline void accumulate_probabilities(const AccumulateParams& params,
   constexpr std::int32_t width = detail::packet_floats;
   const auto [view, s, l, h] = head;
   const std::int32_t live = head.live_rows();
+  if (params.sums == Sums::exact) {
+    for (std::int32_t r = 0; r < live; ++r) {
+      std::uint64_t units = 0;
+      for (std::int32_t g = 0; g < probabilities.group; ++g) {
+        const float p = probabilities.data[g * probabilities.head_stride + r];
+        units += exact_units(params.squared ? p * p : p);
+      }
+      detail::add_units(head, r, units, probabilities.group, static_cast<double>(params.decay));
+    }
+    return;
+  }
   const Packet share = detail::pset1<Packet>(1.0F / static_cast<float>(probabilities.group));
   float* const all_sums = view.score_sums.array<float>(s, l, h);
   float* const all_compensations = view.score_compensations.array<float>(s, l, h);

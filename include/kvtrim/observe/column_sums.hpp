@@ -7,6 +7,8 @@
 #include <kvtrim/cache/head_ref.hpp>
 #include <kvtrim/core/arena.hpp>
 #include <kvtrim/core/compensated.hpp>
+#include <kvtrim/core/exact_sum.hpp>
+#include <kvtrim/observe/accumulate.hpp>
 #include <kvtrim/observe/detail/key_tile.hpp>
 #include <kvtrim/observe/detail/tile_product.hpp>
 #include <kvtrim/observe/observation.hpp>
@@ -34,6 +36,7 @@ struct ColumnSumScratch {
   std::span<float> weights = arena.take<float>(column_sum_queries);  // decay; 0: no vote
   std::span<float> sums = arena.take<float>(tiles.rows);
   std::span<float> compensations = arena.take<float>(tiles.rows);
+  std::span<std::uint64_t> units = arena.take<std::uint64_t>(tiles.rows);  // of exact sums
 };
 }  // namespace detail
 
@@ -45,10 +48,13 @@ struct ColumnSumScratch {
 /// Adds the attention that each of many queries pays to each live row to the accumulated scores of one KV head: the mean
 /// over the query heads of the group, summed over the queries.
 ///
+/// With `Sums::exact` what this call adds has the same bits for any order of heads, and however its queries are put into
+/// blocks.
+///
 /// \param queries      rows of the chunk just attended, with their LSE
 /// \param query_layer  layer index inside `queries`
 /// \param scratch      [column_sums_scratch_bytes(head_dim)]
-/// \pre `queries.lse != nullptr`; score planes are present; no hole; the rows are those that the queries attended to
+/// \pre `queries.lse != nullptr`; score planes are present; no hole; queries * group fit an exact sum (`Recorder` checks it); the rows are those that the queries attended to
 /// \par Ties
 /// none. NaN: the row of a key that is not finite gets NaN; a query with a non-finite value or LSE is left out
 /// \par Complexity
@@ -77,10 +83,12 @@ inline void accumulate_column_sums(const AccumulateParams& params,
     return params.decay == 1.0F ? 1.0 : std::pow(static_cast<double>(params.decay), count - 1 - i);
   };
   const double decay_all = decay_after(-1);
+  const bool exact = params.sums == Sums::exact;
 
   detail::for_each_key_tile(head, mem.tiles, [&](std::int32_t first, std::int32_t rows) {
     detail::pack_keys(mem.tiles, rows);
-    for (std::int32_t t = 0; t < rows; ++t) {
+    std::fill(mem.units.begin(), mem.units.end(), 0);
+    for (std::int32_t t = 0; !exact && t < rows; ++t) {
       float& sum = mem.sums[index(t)];
       float& compensation = mem.compensations[index(t)];
       sum = view.score_sums.at<float>(s, l, h, first + t);
@@ -115,6 +123,7 @@ inline void accumulate_column_sums(const AccumulateParams& params,
           // Only short sums are plain fp32; the long one is compensated.
           alignas(64) float partial[panel_rows] = {};
           const auto flush = [&] {
+            if (exact) { return; }
             for (std::int32_t t = row; t < end; ++t) {
               const float x = partial[t - row] * share;
               add_compensated(mem.sums[index(t)], mem.compensations[index(t)], x);
@@ -134,6 +143,16 @@ inline void accumulate_column_sums(const AccumulateParams& params,
               }
             }
             const auto weight = pset1<Packet>(mem.weights[index(i)]);
+            if (exact) {
+              std::uint64_t* const units = mem.units.data() + row;
+              for (std::int32_t p = 0; p < panel_rows; p += packet_floats) {
+                Packet y = pload<Packet>(x + p);
+                if (params.squared) { y = detail::pmul(y, y); }
+                pstore(x + p, detail::pmul(y, weight));
+              }
+              for (std::int32_t k = 0; k < panel_rows; ++k) { units[k] += exact_units(x[k]); }
+              return;
+            }
             for (std::int32_t p = 0; p < panel_rows; p += packet_floats) {
               Packet y = pload<Packet>(x + p);
               if (params.squared) { y = detail::pmul(y, y); }
@@ -158,6 +177,13 @@ inline void accumulate_column_sums(const AccumulateParams& params,
     }
     for (std::int32_t t = 0; t < rows; ++t) {
       const bool bad = mem.tiles.bad[index(t)] != 0;
+      if (exact) {
+        detail::add_units(head, first + t, mem.units[index(t)], group, decay_all);
+        if (bad) {
+          view.score_sums.at<float>(s, l, h, first + t) = std::numeric_limits<float>::quiet_NaN();
+        }
+        continue;
+      }
       view.score_sums.at<float>(s, l, h, first + t) =
           bad ? std::numeric_limits<float>::quiet_NaN() : mem.sums[index(t)];
       view.score_compensations.at<float>(s, l, h, first + t) = mem.compensations[index(t)];

@@ -176,8 +176,7 @@ class Recorder {
     }
     if (needs.accumulate) {
       const auto& own = needs_.accumulate;
-      const bool same =
-          own && own->decay == needs.accumulate->decay && own->squared == needs.accumulate->squared;
+      const bool same = own && own->adds_as(*needs.accumulate);
       if (!same || !seen) { return "accumulate"; }
     }
     if (needs.moments && (needs_.moments != needs.moments || !seen)) { return "moments"; }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <kvtrim/core/error.hpp>
+#include <kvtrim/core/exact_sum.hpp>
 #include <kvtrim/policy/policy.hpp>
 
 #include <string_view>
@@ -22,6 +23,8 @@ struct AccumulateParams {
   float decay = 1.0F;           ///< factor applied to the old sum at each query; 1: none
   bool squared = false;         ///< add squared probabilities
   bool age_normalised = false;  ///< rank by sum / number of queries that saw the row
+  Sums sums =
+      Sums::floating;  ///< over the queries and heads of one step: `exact` for runs over ranks
 
   /// \throws std::invalid_argument if the decay is not within (0, 1]
   constexpr void check(std::string_view who) const {
@@ -31,6 +34,11 @@ struct AccumulateParams {
   }
   /// Sums in the view; to rank by age, positions too. Defined in policy/needs.hpp.
   [[nodiscard]] constexpr Needs needs() const noexcept;
+
+  /// Whether the sums are the same, however they are ranked.
+  [[nodiscard]] constexpr bool adds_as(const AccumulateParams& other) const noexcept {
+    return decay == other.decay && squared == other.squared && sums == other.sums;
+  }
 
   friend constexpr bool operator==(const AccumulateParams&, const AccumulateParams&) = default;
 };

@@ -5,6 +5,7 @@
 // they share with older rows.
 
 #include <kvtrim/core/error.hpp>
+#include <kvtrim/core/exact_sum.hpp>
 #include <kvtrim/policy/detail/check_sizes.hpp>
 #include <kvtrim/policy/detail/joined_name.hpp>
 #include <kvtrim/policy/needs.hpp>
@@ -36,11 +37,21 @@ struct Chunked {
   Scores scores{};          ///< of a token
   std::int32_t chunk = 20;  ///< tokens of a chunk; chunk c begins at position c * chunk
 
-  /// \throws std::invalid_argument if the chunk is below 1, or a parameter of the scores out of range
+  /// \throws std::invalid_argument if the chunk is below 1, or a parameter of the scores out of range; with
+  ///   exact ones also if the chunk is above `exact_scores`, or scores may be above 1
   constexpr void check(std::string_view who) const {
     detail::check_sizes(who, detail::Sizes{{"chunk", chunk, 1}});
     scores.check(who);
+    detail::check_exact_addends(who, scores);
+    if (sums() == Sums::exact && chunk > exact_scores) {
+      throw_invalid_argument("{}: an exact sum of the scores of {} rows, but it holds at most {}",
+                             who,
+                             chunk,
+                             exact_scores);
+    }
   }
+  /// As for the scores: exact ones are also added up exactly over the rows of a chunk and the heads.
+  [[nodiscard]] constexpr Sums sums() const noexcept { return detail::sums_of(scores); }
   /// As for the scores.
   [[nodiscard]] constexpr std::int32_t unscored() const noexcept {
     return detail::unscored_rows(scores);
@@ -115,7 +126,7 @@ class ChunkKV {
           p.recent,
           p.chunk);
     }
-    p.scores.check(who);
+    scorer().check(who);
     detail::check_unscored(who, detail::Size{"recent", p.recent}, p.scores);
   }
 

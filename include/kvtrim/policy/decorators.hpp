@@ -4,6 +4,7 @@
 // A decorator changes the scores of a method and nothing else, and is itself the parameters of a score: whatever takes
 // scores takes decorated ones too, such as SnapKVSelector<ValueNorm<WindowParams>>.
 
+#include <kvtrim/core/exact_sum.hpp>
 #include <kvtrim/policy/detail/check_sizes.hpp>
 #include <kvtrim/policy/detail/joined_name.hpp>
 #include <kvtrim/policy/needs.hpp>
@@ -33,8 +34,20 @@ struct PerLayer {
   Scores scores{};                    ///< of one KV head
   Reduction heads = Reduction::mean;  ///< over the KV heads
 
-  /// \throws std::invalid_argument if a parameter of the scores is out of range
-  constexpr void check(std::string_view who) const { scores.check(who); }
+  /// \throws std::invalid_argument if a parameter of the scores is out of range, or if scores that may be above 1 would be
+  ///   added up exactly
+  constexpr void check(std::string_view who) const {
+    scores.check(who);
+    if (heads != Reduction::max) { detail::check_exact_addends(who, scores); }
+  }
+  /// As for the scores: exact ones are also added up exactly over the heads.
+  [[nodiscard]] constexpr Sums sums() const noexcept { return detail::sums_of(scores); }
+  /// As for the scores, unless they are added up.
+  [[nodiscard]] constexpr bool at_most_one() const noexcept
+    requires requires(const Scores& s) { s.at_most_one(); }
+  {
+    return heads != Reduction::sum && scores.at_most_one();
+  }
   /// As for the scores.
   [[nodiscard]] constexpr std::int32_t unscored() const noexcept {
     return detail::unscored_rows(scores);

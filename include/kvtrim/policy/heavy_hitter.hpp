@@ -49,6 +49,7 @@ struct HeavyHitterParams<AccumulateParams, Mode> {
   float decay = 1.0F;           ///< factor applied to the old sums at each query
   bool age_normalised = false;  ///< rank by sum / number of queries that saw the row
   bool squared = false;         ///< accumulate squared probabilities
+  Sums sums = Sums::floating;   ///< of one step: `exact` for runs over ranks
   Removal removal = Removal::overwrite_slot;  ///< how rows are removed
 };
 
@@ -155,7 +156,7 @@ class HeavyHitter {
   /// Accumulated attention, or the scores that were given.
   [[nodiscard]] constexpr Scores scorer() const noexcept {
     if constexpr (std::is_same_v<Scores, AccumulateParams>) {
-      return {params_.decay, params_.squared, params_.age_normalised};
+      return {params_.decay, params_.squared, params_.age_normalised, params_.sums};
     } else {
       return params_.scores;
     }

@@ -5,6 +5,7 @@
 // policy adds what its rules take; nothing here names a method, so that a user's own takes part like the library's.
 
 #include <kvtrim/core/error.hpp>
+#include <kvtrim/core/exact_sum.hpp>
 #include <kvtrim/core/removal.hpp>
 #include <kvtrim/core/types.hpp>
 #include <kvtrim/policy/accumulate_params.hpp>
@@ -53,19 +54,20 @@ constexpr Needs AccumulateParams::needs() const noexcept {
 
 /// What serves two policies on one cache: of each need the larger.
 ///
-/// \throws std::invalid_argument if they accumulate differently (`decay`, `squared`), or leave out different numbers of sinks:
+/// \throws std::invalid_argument if they accumulate differently (`decay`, `squared`, `sums`), or leave out different numbers of sinks:
 ///   a cache has one accumulated score, a sequence one set of moments
 [[nodiscard]] constexpr Needs merge(const Needs& a, const Needs& b) {
-  if (a.accumulate && b.accumulate &&
-      (a.accumulate->decay != b.accumulate->decay ||
-       a.accumulate->squared != b.accumulate->squared)) {
+  if (a.accumulate && b.accumulate && !a.accumulate->adds_as(*b.accumulate)) {
+    const auto exact = [](const Needs& n) { return n.accumulate->sums == Sums::exact; };
     throw_invalid_argument(
         "kvtrim::merge: policies on one cache share one accumulated score, but one has decay {}, "
-        "squared {}, the other decay {}, squared {}",
+        "squared {}, exact sums {}, the other decay {}, squared {}, exact sums {}",
         a.accumulate->decay,
         a.accumulate->squared,
+        exact(a),
         b.accumulate->decay,
-        b.accumulate->squared);
+        b.accumulate->squared,
+        exact(b));
   }
   if (a.moments && b.moments && *a.moments != *b.moments) {
     throw_invalid_argument(

@@ -5,6 +5,7 @@
 // for all layers, and the pages are free as soon as the table is written.
 
 #include <kvtrim/cache/cache_view.hpp>
+#include <kvtrim/core/exact_sum.hpp>
 #include <kvtrim/policy/detail/check_sizes.hpp>
 #include <kvtrim/policy/detail/joined_name.hpp>
 #include <kvtrim/policy/external.hpp>
@@ -38,6 +39,7 @@ struct PageScoreParams {
   PageReduction reduction = PageReduction::max;  ///< over a page's rows
   std::int32_t top_m = 4;                        ///< rows of `top_m`
   Reduction heads = Reduction::sum;  ///< over KV heads and layers of one page set; mean = sum
+  Sums sums = Sums::floating;        ///< of magnitudes and heads; in `PageSelector` as the scores'
 };
 
 /// What shares one set of pages. Never finer than what a page table serves.
@@ -101,7 +103,8 @@ class PageSelector {
   constexpr PageSelector() : PageSelector(Params{}) {}
 
   /// \throws std::invalid_argument if a size is negative or beyond 31 bits, the budget is below sinks + window, top_m is
-  ///   below 1, or a parameter of the scores is out of range
+  ///   below 1, or a parameter of the scores is out of range; if sums of pages are exact and those of the scores are not, or
+  ///   scores that may be above 1 would be added up exactly over heads (`norm` none, `heads` sum)
   explicit constexpr PageSelector(const Params& params) : params_(params) {
     constexpr std::string_view who = "kvtrim::PageSelector";
     const Params& p = params_;
@@ -116,6 +119,18 @@ class PageSelector {
     }
     p.scores.check(who);
     detail::check_sizes(who, detail::Sizes{{"top_m", p.pages.top_m, 1}});
+    const Sums own = detail::sums_of(p.scores);
+    if (p.pages.sums == Sums::exact && own != Sums::exact) {
+      throw_invalid_argument(
+          "{}: sums of pages are exact, but those of the scores {} are not: over ranks, such "
+          "scores go with norm none and the maximum over heads, which need no sums",
+          who,
+          TokenScores::name);
+    }
+    if (p.pages.norm == HeadNorm::none && p.pages.heads != Reduction::max) {
+      detail::check_exact_addends(who, p.scores);
+    }
+    params_.pages.sums = own;
   }
 
   /// The parameters.

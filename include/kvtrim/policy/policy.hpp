@@ -6,6 +6,8 @@
 // stand with its parameters, once, for all policies that can be made from it.
 
 #include <kvtrim/cache/sequence_state.hpp>
+#include <kvtrim/core/error.hpp>
+#include <kvtrim/core/exact_sum.hpp>
 #include <kvtrim/core/removal.hpp>
 #include <kvtrim/core/status.hpp>
 #include <kvtrim/core/types.hpp>
@@ -59,6 +61,7 @@ struct NoScores {};
 /// | `s.check(who)` | `void`                | throws `std::invalid_argument` in the name of `who` if a parameter is out of range |
 /// | `s.unscored()` | to `std::int32_t`     | optional: last rows that have no score, so that a policy must protect them |
 /// | `s.needs()`    | `Needs`, `noexcept`   | optional: what must be recorded (`needs`); without it: keys and values alone |
+/// | `s.sums`       | `Sums`                | optional, a member or a function: how it adds up probabilities, if it does |
 ///
 /// `check` is constexpr. `ScorerOf<S>`, or `S` itself if it satisfies `Scorer`, makes the scores.
 ///
@@ -113,6 +116,35 @@ template <ScoreParams S>
     return scores.unscored();
   } else {
     return 0;
+  }
+}
+
+/// How a score adds up probabilities; `floating` if its parameters do not say.
+template <class S>
+[[nodiscard]] constexpr Sums sums_of([[maybe_unused]] const S& scores) noexcept {
+  if constexpr (requires { scores.sums(); }) {
+    return scores.sums();
+  } else if constexpr (requires { scores.sums; }) {
+    return scores.sums;
+  } else {
+    return Sums::floating;
+  }
+}
+
+/// Refuses to add up, as probabilities, scores that may be above 1.
+///
+/// \throws std::invalid_argument if they are exact ones of which `at_most_one()` is not true
+template <ScoreParams S>
+constexpr void check_exact_addends(std::string_view who, const S& scores) {
+  if (sums_of(scores) != Sums::exact) { return; }
+  bool fits = false;
+  if constexpr (requires { scores.at_most_one(); }) { fits = scores.at_most_one(); }
+  if (!fits) {
+    throw_invalid_argument(
+        "{}: scores of heads are added exactly as probabilities, but those of {} may be above 1; "
+        "reduce queries and query heads by mean or max, or heads by max",
+        who,
+        S::name);
   }
 }
 

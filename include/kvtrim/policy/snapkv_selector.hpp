@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <kvtrim/core/exact_sum.hpp>
 #include <kvtrim/core/pooling.hpp>
 #include <kvtrim/policy/detail/check_sizes.hpp>
 #include <kvtrim/policy/detail/joined_name.hpp>
@@ -36,6 +37,7 @@ struct SnapKVParams<WindowParams> {
   Pooling pooling = Pooling::average;  ///< over neighbouring columns
   PoolColumns columns = PoolColumns::candidates;  ///< what the pooling sees
   std::int64_t sinks = 0;                         ///< first rows, always kept
+  Sums sums = Sums::floating;                     ///< `exact` for runs over ranks
 };
 
 /// Keeps the rows of the prompt that its last queries attend to, and those last rows. Use it once, at the end of the
@@ -99,6 +101,7 @@ class SnapKVSelector {
                         {.name = "kernel", .value = p.kernel, .least = 1, .odd = true},
                         {"sinks", p.sinks}});
       detail::check_budget(who, p.budget, detail::Sizes{{"window", p.window}, {"sinks", p.sinks}});
+      if (p.sums == Sums::exact) { check_exact_sum(who, p.window); }
     } else {
       detail::check_sizes(who, detail::Sizes{{"sinks", p.sinks}, {"recent", p.recent}});
       detail::check_budget(who, p.budget, detail::Sizes{{"sinks", p.sinks}, {"recent", p.recent}});
@@ -122,12 +125,13 @@ class SnapKVSelector {
   /// Attention of the window, or the scores that were given.
   [[nodiscard]] constexpr Scores scorer() const noexcept {
     if constexpr (by_window) {
-      return {static_cast<std::int32_t>(params_.window),
-              static_cast<std::int32_t>(params_.kernel),
-              params_.rows,
-              params_.group,
-              params_.pooling,
-              params_.columns};
+      return {.window = static_cast<std::int32_t>(params_.window),
+              .kernel = static_cast<std::int32_t>(params_.kernel),
+              .rows = params_.rows,
+              .group = params_.group,
+              .pooling = params_.pooling,
+              .columns = params_.columns,
+              .sums = params_.sums};
     } else {
       return params_.scores;
     }

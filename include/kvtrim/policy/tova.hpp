@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <kvtrim/core/exact_sum.hpp>
 #include <kvtrim/policy/needs.hpp>
 #include <kvtrim/policy/top_rows.hpp>
 
@@ -9,7 +10,7 @@
 
 namespace kvtrim {
 
-/// Parameters of `TovaScorer`: none.
+/// Parameters of `TovaScorer`.
 ///
 /// \par Source
 /// Oren et al., 2024, arXiv:2401.06104
@@ -17,6 +18,8 @@ struct TovaParams {
   static constexpr std::string_view name = "tova";
   static constexpr std::string_view title = "kvtrim::Tova";
   static constexpr Protection protects{0, 1};  // the last query's own token
+
+  Sums sums = Sums::floating;  ///< of softmax and heads: `exact` for runs over ranks
 
   /// Nothing to check.
   constexpr void check(std::string_view) const noexcept {}

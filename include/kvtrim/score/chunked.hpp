@@ -2,6 +2,7 @@
 #pragma once
 
 #include <kvtrim/cache/live_rows.hpp>
+#include <kvtrim/core/exact_sum.hpp>
 #include <kvtrim/policy/chunk_kv.hpp>
 #include <kvtrim/score/per_layer.hpp>
 #include <kvtrim/score/scorer.hpp>
@@ -25,7 +26,8 @@ namespace kvtrim {
 /// \par Ties
 /// none broken here. NaN: a row that scores NaN in any KV head makes its whole chunk NaN
 /// \par Complexity
-/// as the token score, for each KV head, plus O(KV heads * live rows); no allocation. Sums are taken in double
+/// as the token score, for each KV head, plus O(KV heads * live rows); no allocation. Sums are taken in double; in
+/// units with exact scores, so that rows and heads may come in any order
 /// \par Source
 /// Liu et al., 2025, arXiv:2502.00299, as kvpress computes it; differs: chunks stay where they are after an eviction
 template <class Scores>
@@ -37,21 +39,23 @@ class ChunkedScorer {
 
   /// \pre `params.chunk >= 1`
   explicit constexpr ChunkedScorer(const Chunked<Scores>& params) noexcept
-      : token_(params.scores), chunk_(params.chunk) {}
+      : token_(params.scores), chunk_(params.chunk), exact_(params.sums() == Sums::exact) {}
 
   /// Working space of one call.
   [[nodiscard]] std::size_t scratch_bytes(const PlanShape& shape) const noexcept {
-    const auto take = [&](Arena& arena) { return Layout{arena, shape.max_rows}; };
+    const auto take = [&](Arena& arena) { return Layout{arena, shape.max_rows, exact_}; };
     return Arena::bytes_for(take) + token_.scratch_bytes(shape);
   }
 
   /// What the token score says; `bad_observation` where the KV heads of a layer hold different positions, which
-  /// cannot share one set.
+  /// cannot share one set, or where a chunk's rows in all of them are more than `exact_scores` and are added up exactly.
   [[nodiscard]] Status check(const CacheView& view, const Observation& obs) const noexcept {
     const Status status = token_.check(view, obs);
     if (status != Status::ok) { return status; }
-    return knows_positions(view) && detail::heads_hold_same_rows(view) ? Status::ok
-                                                                       : Status::bad_observation;
+    const bool fits = !exact_ || std::int64_t{chunk_} * view.kv_heads <= exact_scores;
+    return fits && knows_positions(view) && detail::heads_hold_same_rows(view)
+               ? Status::ok
+               : Status::bad_observation;
   }
 
   /// Writes the score of each live row, the same for every KV head; a hole's is 0.
@@ -64,16 +68,22 @@ class ChunkedScorer {
     const LiveRows rows(first);
     const std::int32_t live = rows.count();
     Arena arena(scratch);
-    const Layout mem{arena, live};
+    const Layout mem{arena, live, exact_};
     const auto rest = arena.rest();
     KVTRIM_ASSERT(arena.ok());
     std::fill(mem.sums.begin(), mem.sums.end(), 0.0);
+    std::fill(mem.units.begin(), mem.units.end(), 0);
     // A token score that is already common to the layer is not added up again.
     const std::int32_t heads = LayerScorer<Token> ? 1 : view.kv_heads;
     for (std::int32_t h = 0; h < heads; ++h) {
       token_.score({view, s, l, HeadId{h}}, obs, rest, out);
       for (std::int32_t i = 0; i < live; ++i) {
-        mem.sums[index(i)] += static_cast<double>(out[index(rows.row(i))]);
+        const float x = out[index(rows.row(i))];
+        if (exact_) {
+          mem.units[index(i)] += exact_score_units(x);
+        } else {
+          mem.sums[index(i)] += static_cast<double>(x);
+        }
       }
     }
     std::fill(out.begin(), out.end(), 0.0F);
@@ -84,13 +94,18 @@ class ChunkedScorer {
     };
     for (std::int32_t begin = 0, end = 0; begin < live; begin = end) {
       double sum = 0;
+      std::uint64_t units = 0;
       const std::int32_t chunk = chunk_of(begin);
       for (end = begin; end < live && chunk_of(end) == chunk; ++end) {
-        sum += mem.sums[index(mem.order[index(end)])];
+        if (exact_) {
+          units += mem.units[index(mem.order[index(end)])];
+        } else {
+          sum += mem.sums[index(mem.order[index(end)])];
+        }
       }
-      for (std::int32_t rank = begin; rank < end; ++rank) {
-        out[index(row_of(rank))] = static_cast<float>(sum / (end - begin));
-      }
+      const float mean =
+          exact_ ? exact_score_mean(units, end - begin) : static_cast<float>(sum / (end - begin));
+      for (std::int32_t rank = begin; rank < end; ++rank) { out[index(row_of(rank))] = mean; }
     }
   }
 
@@ -98,7 +113,9 @@ class ChunkedScorer {
   struct Layout {
     Arena& arena;
     std::int32_t rows;
-    std::span<double> sums = arena.take<double>(rows);  // over the KV heads
+    bool exact;
+    std::span<double> sums = arena.take<double>(exact ? 0 : rows);  // over the KV heads
+    std::span<std::uint64_t> units = arena.take<std::uint64_t>(exact ? rows : 0);
     std::span<std::int32_t> order = arena.take<std::int32_t>(rows);
   };
 
@@ -106,6 +123,7 @@ class ChunkedScorer {
 
   Token token_;
   std::int32_t chunk_;
+  bool exact_;
 };
 
 /// `Chunked<Scores>` are scored by `ChunkedScorer<Scores>`.

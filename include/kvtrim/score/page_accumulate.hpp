@@ -6,6 +6,7 @@
 
 #include <kvtrim/cache/live_rows.hpp>
 #include <kvtrim/core/arena.hpp>
+#include <kvtrim/core/exact_sum.hpp>
 #include <kvtrim/observe/plan_shape.hpp>
 #include <kvtrim/policy/page_selector.hpp>
 #include <kvtrim/score/external.hpp>
@@ -37,7 +38,8 @@ template <class TokenScores>
 /// \param obs      what the token scorer needs for this layer (a `QueryBlock` with layer stride 0 may hold just one layer)
 /// \param sums     [sequences, page sets, pages of the longest table]
 /// \param scratch  [page_accumulate_bytes(policy, plan_shape(view, obs))]
-/// \returns `ok`; `bad_observation` or `workspace_too_small`: nothing was added
+/// \returns `ok`; `bad_observation` (also for exact sums over heads, which floats cannot carry from layer to layer) or
+///   `workspace_too_small`: nothing was added
 /// \par Complexity
 /// the token scorer's, for all sequences and KV heads of the layer; no allocation. The sums are those of a plan that scores
 /// all layers itself, bit for bit
@@ -55,6 +57,10 @@ Status accumulate_page_scores(const PageSelector<TokenScores>& policy,
   if (const Status status = given ? ExternalScorer{}.check(view, obs) : scorer.check(view, obs);
       status != Status::ok) {
     return status;
+  }
+  const PageScoreParams params = policy.page_scores();
+  if (params.sums == Sums::exact && params.heads != Reduction::max) {
+    return Status::bad_observation;  // an array of floats cannot hold such a sum in parts
   }
   if (scratch.size() < page_accumulate_bytes(policy, plan_shape(view, obs))) {
     return Status::workspace_too_small;
@@ -76,7 +82,7 @@ Status accumulate_page_scores(const PageSelector<TokenScores>& policy,
       } else {
         scorer.score(head, obs, rest, rows);
       }
-      page_scores(policy.page_scores(), rows, view.first_row(s), view.page_size, rows, own);
+      page_scores(params, rows, view.first_row(s), view.page_size, rows, own);
       const std::int32_t t = head.table();
       const auto sum = sums.of(s, unit_of(policy.unit(), view, t), pages);
       const bool first = view.scope == TableScope::group || policy.unit() == PageUnit::per_group
@@ -87,7 +93,7 @@ Status accumulate_page_scores(const PageSelector<TokenScores>& policy,
       if (first) {
         std::copy(own.begin(), own.end(), sum.begin());
       } else {
-        add_page_scores(policy.page_scores(), own, sum);
+        add_page_scores(params, own, sum);
       }
     }
   }

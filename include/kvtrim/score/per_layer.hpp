@@ -5,6 +5,7 @@
 // sequence; this is checked, not assumed.
 
 #include <kvtrim/cache/live_rows.hpp>
+#include <kvtrim/core/exact_sum.hpp>
 #include <kvtrim/core/order_key.hpp>
 #include <kvtrim/policy/decorators.hpp>
 #include <kvtrim/score/scorer.hpp>
@@ -14,6 +15,7 @@
 #include <cstdint>
 #include <limits>
 #include <span>
+#include <utility>
 
 namespace kvtrim {
 
@@ -47,6 +49,15 @@ namespace detail {
 }
 }  // namespace detail
 
+/// Adds the scores of one KV head to the units of a layer's rows; a NaN stays one. Units of at most `exact_scores` heads, of
+/// one rank or reduced by sum over several, become scores by `exact_score_mean`.
+///
+/// \param scores         [rows] at most 1
+/// \param[in,out] units  [rows] zeros before the first head
+inline void add_scores(std::span<const float> scores, std::span<std::uint64_t> units) noexcept {
+  for (std::size_t r = 0; r < scores.size(); ++r) { units[r] += exact_score_units(scores[r]); }
+}
+
 /// Scores a row by the mean (or sum, or maximum) of its scores in the KV heads of its layer.
 ///
 /// \tparam Scores  parameters that `ScorerOf` maps to a scorer, or a scorer
@@ -55,7 +66,8 @@ namespace detail {
 /// \par Ties
 /// none broken here. NaN: a row that is NaN in one head is NaN
 /// \par Complexity
-/// the scorer's, times the number of KV heads; no allocation
+/// the scorer's, times the number of KV heads; no allocation. With exact scores the sum over the heads is exact, too: the
+/// same bits in any order of heads, and for heads that lie on several ranks (`add_scores`)
 /// \par Source
 /// Oren et al., 2024, arXiv:2401.06104 (TOVA), which averages over all heads; as a decorator: own
 template <class Scores>
@@ -66,17 +78,24 @@ class PerLayerScorer {
   static constexpr bool common_to_layer = true;
 
   explicit constexpr PerLayerScorer(const PerLayer<Scores>& params) noexcept
-      : inner_(params.scores), heads_(params.heads) {}
+      : inner_(params.scores),
+        heads_(params.heads),
+        exact_(params.sums() == Sums::exact && params.heads != Reduction::max) {}
 
   /// Working space of one call.
   [[nodiscard]] std::size_t scratch_bytes(const PlanShape& shape) const noexcept {
-    return Arena::bytes_for([&](Arena& arena) { return arena.take<float>(shape.max_rows); }) +
+    return Arena::bytes_for([&](Arena& arena) {
+             const auto units = take_units(arena, shape.max_rows);
+             return std::pair(units, arena.take<float>(exact_ ? 0 : shape.max_rows));
+           }) +
            inner_.scratch_bytes(shape);
   }
-  /// `bad_observation` if the scorer says so, or if the KV heads of a layer hold different tokens.
+  /// `bad_observation` if the scorer says so, if the KV heads of a layer hold different tokens, or if they are more than
+  /// `exact_scores` and are added up exactly.
   [[nodiscard]] Status check(const CacheView& view, const Observation& obs) const noexcept {
     if (const Status status = inner_.check(view, obs); status != Status::ok) { return status; }
-    return detail::heads_hold_same_rows(view) ? Status::ok : Status::bad_observation;
+    const bool fits = !exact_ || view.kv_heads <= exact_scores;
+    return fits && detail::heads_hold_same_rows(view) ? Status::ok : Status::bad_observation;
   }
 
   /// Writes the score of each live row of the layer; a hole's is 0.
@@ -85,10 +104,23 @@ class PerLayerScorer {
              std::span<std::byte> scratch,
              std::span<float> out) const noexcept {
     Arena arena(scratch);
-    const auto one = arena.take<float>(static_cast<std::int64_t>(out.size()));
+    const auto rows = static_cast<std::int64_t>(out.size());
+    const auto units = take_units(arena, rows);
+    const auto one = arena.take<float>(exact_ ? 0 : rows);
     const auto rest = arena.rest();
     KVTRIM_ASSERT(arena.ok());
     const auto& [view, s, l, asked] = head;
+    if (exact_) {
+      std::fill(units.begin(), units.end(), 0);
+      for (std::int32_t h = 0; h < view.kv_heads; ++h) {
+        inner_.score({view, s, l, HeadId{h}}, obs, rest, out);
+        add_scores(out, units);
+      }
+      for (std::size_t r = 0; r < out.size(); ++r) {
+        out[r] = exact_score_mean(units[r], heads_ == Reduction::mean ? view.kv_heads : 1);
+      }
+      return;
+    }
     inner_.score({view, s, l, HeadId{0}}, obs, rest, out);
     for (std::int32_t h = 1; h < view.kv_heads; ++h) {
       inner_.score({view, s, l, HeadId{h}}, obs, rest, one);
@@ -100,6 +132,10 @@ class PerLayerScorer {
   }
 
  private:
+  [[nodiscard]] std::span<std::uint64_t> take_units(Arena& arena,
+                                                    std::int64_t rows) const noexcept {
+    return arena.take<std::uint64_t>(exact_ ? rows : 0);
+  }
   [[nodiscard]] float joined(float a, float b) const noexcept {
     if (heads_ != Reduction::max) { return a + b; }
     if (is_nan(a) || is_nan(b)) { return std::numeric_limits<float>::quiet_NaN(); }
@@ -108,6 +144,7 @@ class PerLayerScorer {
 
   Inner inner_;
   Reduction heads_;
+  bool exact_;  // they are added up in units
 };
 static_assert(LayerScorer<PerLayerScorer<detail::ScorerArchetype>>);
 

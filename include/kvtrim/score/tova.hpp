@@ -24,8 +24,9 @@ namespace kvtrim {
 /// Oren et al., 2024, arXiv:2401.06104 (TOVA), as written
 class TovaScorer : public PerLayerScorer<WindowParams> {
  public:
-  explicit constexpr TovaScorer(TovaParams) noexcept
-      : PerLayerScorer<WindowParams>({.scores = {.window = 1, .kernel = 1, .own_columns = true}}) {}
+  explicit constexpr TovaScorer(const TovaParams& params) noexcept
+      : PerLayerScorer<WindowParams>(
+            {.scores = {.window = 1, .kernel = 1, .own_columns = true, .sums = params.sums}}) {}
 };
 static_assert(LayerScorer<TovaScorer>);
 

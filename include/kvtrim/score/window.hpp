@@ -11,7 +11,9 @@
 #include <kvtrim/observe/detail/tile_product.hpp>
 #include <kvtrim/policy/window_params.hpp>
 #include <kvtrim/score/detail/panel_reduction.hpp>
+#include <kvtrim/score/detail/window_layout.hpp>
 #include <kvtrim/score/detail/window_queries.hpp>
+#include <kvtrim/score/exact_window.hpp>
 #include <kvtrim/score/scorer.hpp>
 
 #include <algorithm>
@@ -24,6 +26,9 @@ namespace kvtrim {
 
 /// Scores a row by the attention that the last `window` queries pay to it: reduced over those queries, then over the query
 /// heads of its KV head, then pooled over its neighbours.
+///
+/// With `Sums::exact` the scores do not depend on the order of rows, queries or heads, nor on how many ranks hold them
+/// (`ExactWindow`).
 ///
 /// Softmax runs over all live keys, causal by position inside the window; the window's own columns are then cut and
 /// score 0 (they are meant to be protected), unless `own_columns` asks for their scores.
@@ -46,12 +51,16 @@ class WindowScorer {
 
   /// Working space of one call.
   [[nodiscard]] std::size_t scratch_bytes(const PlanShape& shape) const noexcept {
-    return detail::window_bytes<Layout>(shape, params_.window);
+    return detail::window_bytes<Layout>(shape, params_.window, params_.sums);
   }
 
-  /// `bad_observation` without queries (no rows need no data), with heads that do not fit, or where keys are not readable.
+  /// `bad_observation` without queries (no rows need no data), with heads that do not fit, or where keys are not readable;
+  /// with exact sums, also if one would have more addends than `exact_addends`: live rows, or queries of a group.
   [[nodiscard]] Status check(const CacheView& view, const Observation& obs) const noexcept {
-    return detail::check_window_queries(view, obs.queries);
+    const Status status = detail::check_window_queries(view, obs.queries);
+    return status == Status::ok && params_.sums == Sums::exact
+               ? detail::check_exact_window(params_, view, obs.queries)
+               : status;
   }
 
   /// Writes the score of each live row; a hole's is 0.
@@ -61,88 +70,31 @@ class WindowScorer {
              std::span<float> out) const noexcept {
     const QueryBlock& block = obs.queries;
     const LiveRows rows(head);
-    const std::int32_t given = block.count(head.sequence);
-    const std::int32_t votes = std::min(given, params_.window);
     std::fill(out.begin(), out.end(), 0.0F);
     if (rows.count() <= params_.unscored()) { return; }  // all columns belong to the window
-    Arena arena(scratch);
-    const std::int32_t group = block.query_heads / head.view.kv_heads;
-    const Layout mem{arena, rows.count(), group, votes, head.view.k.head_dim};
-    KVTRIM_ASSERT(arena.ok());
-
-    const std::int32_t next = head.state().next_position;
-    for (std::int32_t i = 0; i < votes; ++i) {
-      mem.query_positions[index(i)] = block.position(head.sequence, given - votes + i, next);
+    if (params_.sums == Sums::exact) {
+      ExactWindow(params_, head, block, scratch).score(out);
+      return;
     }
-    const auto lse = block.lse != nullptr ? mem.lse : std::span<float>{};
-    detail::load_window_queries(head, block, votes, mem.queries, lse, mem.has_vote);
+    Arena arena(scratch);
+    const Layout mem = detail::window_layout(arena, params_, head, block);
+    KVTRIM_ASSERT(arena.ok());
+    detail::load_voters(mem, head, block);
     const detail::LogitScale scaled(detail::scale_of(block, mem.head_dim), block.soft_cap);
     if (block.lse != nullptr) {
       attend_with_lse(head, scaled, mem);
     } else {
       attend_with_sums(head, scaled, mem);
     }
-    pool_columns(rows, mem, out);
+    mem.pool_columns(params_, rows, out);
   }
 
  private:
   using Packet = detail::Packet;
-  static constexpr float not_a_number = std::numeric_limits<float>::quiet_NaN();
-
-  struct Layout {
-    Arena& arena;
-    std::int32_t rows;
-    std::int32_t group;  // query heads of the KV head
-    std::int32_t votes;  // queries of each
-    std::int32_t head_dim;
-    std::int32_t used = group * votes;
-    std::int32_t padded = detail::padded_queries(group * std::max(1, votes));
-    std::int64_t panel_queries = static_cast<std::int64_t>(detail::panels_of(rows)) * padded;
-    detail::TileScratch tiles{arena, head_dim};
-    std::span<float> queries = arena.take<float>(static_cast<std::int64_t>(padded) * head_dim);
-    std::span<float> maxima = arena.take<float>(padded);
-    std::span<float> lane_sums =
-        arena.take<float>(static_cast<std::int64_t>(padded) * detail::packet_floats);
-    std::span<double> sums = arena.take<double>(padded);
-    std::span<float> lse = arena.take<float>(padded);
-    std::span<std::uint8_t> has_vote = arena.take<std::uint8_t>(padded);
-    std::span<Position> query_positions = arena.take<Position>(votes);
-    std::span<float> raw_scores = arena.take<float>(rows);
-    std::span<float> pooled = arena.take<float>(rows);
-    std::span<std::int32_t> order = arena.take<std::int32_t>(rows);
-    // Last, so that a call with an LSE does not touch them: [panels, padded] what a panel's exponentials are relative to,
-    // and [panels, padded, panel_rows] those themselves.
-    std::span<float> references = arena.take<float>(panel_queries);
-    std::span<float> exponentials = arena.take<float>(panel_queries * detail::panel_rows);
-  };
+  using Layout = detail::WindowLayout;
 
   static std::size_t index(std::int64_t i) noexcept { return static_cast<std::size_t>(i); }
-
-  // Whether there is a query that must not see some row of the tile.
-  static bool needs_mask(const Layout& mem, std::int32_t count) noexcept {
-    bool any = false;
-    Position newest{-1};
-    for (std::int32_t t = 0; t < count; ++t) {
-      newest = std::max(newest, mem.tiles.positions[index(t)]);
-      any = any || mem.tiles.bad[index(t)] != 0;
-    }
-    for (const Position query : mem.query_positions) { any = any || query < newest; }
-    return any;
-  }
-  // Masks what the query must not see among the panel's rows first .. first + panel_rows of the tile.
-  static void mask(float* values,
-                   const Layout& mem,
-                   std::int32_t first,
-                   std::int32_t count,
-                   Position query,
-                   float value) noexcept {
-    for (std::int32_t i = 0; i < detail::panel_rows; ++i) {
-      const std::int32_t t = first + i;
-      if (t >= count || mem.tiles.bad[index(t)] != 0 || mem.tiles.positions[index(t)] > query) {
-        values[i] = value;
-      }
-    }
-  }
+  static constexpr float not_a_number = std::numeric_limits<float>::quiet_NaN();
 
   void attend_with_lse(const HeadRef& head,
                        detail::LogitScale scaled,
@@ -150,9 +102,9 @@ class WindowScorer {
     detail::PanelReduction reduction(params_, std::max(1, mem.votes));
     detail::for_each_key_tile(head, mem.tiles, [&](std::int32_t first, std::int32_t count) {
       detail::pack_keys(mem.tiles, count);
-      const bool masked = needs_mask(mem, count);
+      const bool masked = mem.needs_mask(count);
       for (std::int32_t row = 0; row < count; row += detail::panel_rows) {
-        for_each_query(mem, row, [&](std::int32_t q, float* values) {
+        mem.for_each_query(row, [&](std::int32_t q, float* values) {
           const Packet lse = detail::pset1<Packet>(mem.lse[index(q)]);
           detail::Panel x;
           for (std::int32_t p = 0; p < detail::panel_packets; ++p) {
@@ -160,7 +112,7 @@ class WindowScorer {
           }
           if (masked) {
             detail::store_panel(x, values);
-            mask(values, mem, row, count, mem.query_positions[index(q % mem.votes)], 0.0F);
+            mem.mask(values, row, count, q, 0.0F);
             detail::load_panel(values, x);
           }
           reduction.add(q, x);
@@ -182,32 +134,25 @@ class WindowScorer {
     constexpr float lowest = -1e30F;
     std::fill(mem.maxima.begin(), mem.maxima.end(), lowest);
     std::fill(mem.sums.begin(), mem.sums.end(), 0.0);
-    std::fill(mem.lane_sums.begin(), mem.lane_sums.end(), 0.0F);
-    const auto exponentials_of = [&](std::int32_t panel, std::int32_t q) {
-      return mem.exponentials.data() +
-             (static_cast<std::ptrdiff_t>(panel) * mem.padded + q) * detail::panel_rows;
-    };
+    std::fill(mem.lanes.begin(), mem.lanes.end(), 0.0F);
     const auto references_of = [&](std::int32_t panel) {
       return mem.references.data() + static_cast<std::ptrdiff_t>(panel) * mem.padded;
     };
-    const auto lanes_of = [&](std::int32_t q) {
-      return mem.lane_sums.data() + static_cast<std::ptrdiff_t>(q) * detail::packet_floats;
-    };
+    const auto lanes_of = [&](std::int32_t q) { return mem.lanes.data() + mem.lane(q); };
     detail::for_each_key_tile(head, mem.tiles, [&](std::int32_t first, std::int32_t count) {
       detail::pack_keys(mem.tiles, count);
-      const bool masked = needs_mask(mem, count);
+      const bool masked = mem.needs_mask(count);
       for (std::int32_t row = 0; row < count; row += detail::panel_rows) {
         const std::int32_t panel = (first + row) / detail::panel_rows;
         const bool any_hidden = masked || row + detail::panel_rows > count;
-        for_each_query(mem, row, [&](std::int32_t q, float* values) {
-          const Position position = mem.query_positions[index(q % mem.votes)];
+        mem.for_each_query(row, [&](std::int32_t q, float* values) {
           detail::Panel x;
           for (std::int32_t p = 0; p < detail::panel_packets; ++p) {
             x[p] = scaled(values + p * detail::packet_floats);
           }
           if (any_hidden) {
             detail::store_panel(x, values);
-            mask(values, mem, row, count, position, lowest);
+            mem.mask(values, row, count, q, lowest);
             detail::load_panel(values, x);
           }
           Packet highest = x[0];
@@ -226,10 +171,10 @@ class WindowScorer {
           for (Packet& y : x) {
             y = detail::pexp(detail::psub(y, detail::pset1<Packet>(reference)));
           }
-          float* const to = exponentials_of(panel, q);
+          float* const to = mem.exponentials_of(panel, q);
           detail::store_panel(x, to);
           if (any_hidden) {
-            mask(to, mem, row, count, position, 0.0F);
+            mem.mask(to, row, count, q, 0.0F);
             detail::load_panel(to, x);
           }
           Packet sum = detail::pload<Packet>(lanes_of(q));
@@ -265,7 +210,7 @@ class WindowScorer {
         const float shrink = reference == maximum ? 1.0F : std::exp(reference - maximum);
         const auto factor = static_cast<float>(static_cast<double>(shrink) / mem.sums[index(q)]);
         detail::Panel x;
-        detail::load_panel(exponentials_of(panel, q), x);
+        detail::load_panel(mem.exponentials_of(panel, q), x);
         for (Packet& y : x) { y = detail::pmul(y, detail::pset1<Packet>(factor)); }
         reduction.add(q, x);
       }
@@ -276,41 +221,6 @@ class WindowScorer {
         float& score = mem.raw_scores[index(first + i)];
         score = is_nan(score) ? not_a_number : scores[i];
       }
-    }
-  }
-
-  // Calls f(q, logits [panel_rows]) for each query with a vote, with the panel of the packed tile that starts at `row`.
-  template <class F>
-  static void for_each_query(const Layout& mem, std::int32_t row, F&& f) noexcept {
-    detail::for_each_logit_block(
-        mem.tiles, row, mem.queries.data(), 0, mem.used, [&](std::int32_t begin, float* logits) {
-          const std::int32_t end = std::min(begin + detail::block_queries, mem.used);
-          for (std::int32_t q = begin; q < end; ++q) {
-            if (mem.has_vote[index(q)] == 0) { continue; }
-            f(q, logits + static_cast<std::ptrdiff_t>(q - begin) * detail::panel_rows);
-          }
-        });
-  }
-
-  // raw_scores in logical order -> pooled in position order -> out by row.
-  void pool_columns(const LiveRows& rows, const Layout& mem, std::span<float> out) const noexcept {
-    const std::int32_t live = rows.count();
-    const std::int32_t scored = std::max(0, live - params_.unscored());
-    const auto columns = index(params_.columns == PoolColumns::all_columns ? live : scored);
-    std::span<const float> scores = mem.raw_scores;
-    if (!rows.ordered()) {
-      rows.order(mem.order);
-      // `exponentials` is free again.
-      const auto sorted = mem.exponentials.first(index(live));
-      for (std::int32_t rank = 0; rank < live; ++rank) {
-        sorted[index(rank)] = mem.raw_scores[index(mem.order[index(rank)])];
-      }
-      scores = sorted;
-    }
-    pool(scores.first(columns), params_.pooling, params_.kernel, mem.pooled.first(columns));
-    for (std::int32_t rank = 0; rank < scored; ++rank) {
-      const std::int32_t i = rows.ordered() ? rank : mem.order[index(rank)];
-      out[index(rows.row(i))] = mem.pooled[index(rank)];
     }
   }
 

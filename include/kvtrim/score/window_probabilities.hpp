@@ -4,9 +4,11 @@
 // The scores of `WindowScorer` for engines that show the softmax but not the queries: the same reductions, on probabilities
 // that attention has computed.
 
+#include <kvtrim/core/exact_sum.hpp>
 #include <kvtrim/core/pooling.hpp>
 #include <kvtrim/observe/detail/tile_product.hpp>
 #include <kvtrim/policy/window_params.hpp>
+#include <kvtrim/score/detail/exact_panel.hpp>
 #include <kvtrim/score/detail/panel_reduction.hpp>
 
 #include <algorithm>
@@ -33,7 +35,8 @@ struct WindowProbabilities {
 /// \param[out] scores    [rows] by row, which is position order; 0 for the window's own rows unless `params.own_columns`
 /// \pre `probabilities.votes` is at least 1 and at most `params.window`; `scratch` and `scores` are of one size
 /// \par Ties
-/// none broken here. NaN: a row whose probabilities hold one scores NaN, and so do its neighbours with `Pooling::average`
+/// none broken here. NaN: a row whose probabilities hold one scores NaN, and so do its neighbours with `Pooling::average`;
+/// with exact sums a NaN counts as 0
 /// \par Complexity
 /// O(group * votes * rows) time; no allocation
 /// \par Source
@@ -48,20 +51,26 @@ inline void score_window(const WindowParams& params,
   std::fill(scores.begin(), scores.end(), 0.0F);
   const std::int32_t scored = std::max(0, rows - params.unscored());
   if (scored == 0) { return; }
-  detail::PanelReduction reduction(params, probabilities.votes);
-  for (std::int32_t first = 0; first < rows; first += detail::panel_rows) {
-    const std::int32_t count = std::min(detail::panel_rows, rows - first);
-    for (std::int32_t q = 0; q < probabilities.group * probabilities.votes; ++q) {
-      const float* const from = probabilities.data +
-                                q / probabilities.votes * probabilities.head_stride +
-                                q % probabilities.votes * probabilities.vote_stride + first;
-      alignas(64) float values[detail::panel_rows] = {};
-      std::copy_n(from, count, values);
-      detail::Panel x;
-      detail::load_panel(values, x);
-      reduction.add(q, x);
+  const auto reduce = [&](auto&& reduction) {
+    for (std::int32_t first = 0; first < rows; first += detail::panel_rows) {
+      const std::int32_t count = std::min(detail::panel_rows, rows - first);
+      for (std::int32_t q = 0; q < probabilities.group * probabilities.votes; ++q) {
+        const float* const from = probabilities.data +
+                                  q / probabilities.votes * probabilities.head_stride +
+                                  q % probabilities.votes * probabilities.vote_stride + first;
+        alignas(64) float values[detail::panel_rows] = {};
+        std::copy_n(from, count, values);
+        detail::Panel x;
+        detail::load_panel(values, x);
+        reduction.add(q, x);
+      }
+      reduction.finish(scratch.data() + first, count);
     }
-    reduction.finish(scratch.data() + first, count);
+  };
+  if (params.sums == Sums::exact) {
+    reduce(detail::ExactPanel(params, probabilities.votes));
+  } else {
+    reduce(detail::PanelReduction(params, probabilities.votes));
   }
   const auto columns =
       static_cast<std::size_t>(params.columns == PoolColumns::all_columns ? rows : scored);

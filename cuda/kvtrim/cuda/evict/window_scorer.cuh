@@ -48,11 +48,11 @@ struct DeviceScorer<WindowParams> {
            window_scores_workspace_bytes(params, view, queries, {shape.max_rows, 0});
   }
 
-  [[nodiscard]] static bool check(const WindowParams&,
+  [[nodiscard]] static bool check(const WindowParams& params,
                                   const CacheView& view,
                                   const DeviceObservation& obs) noexcept {
-    return obs.queries.data != nullptr && obs.queries.query_heads >= view.kv_heads &&
-           obs.queries.query_heads % view.kv_heads == 0;
+    return params.sums == Sums::floating && obs.queries.data != nullptr &&
+           obs.queries.query_heads >= view.kv_heads && obs.queries.query_heads % view.kv_heads == 0;
   }
 
   [[nodiscard]] static cudaError_t launch(const WindowParams& params,

@@ -150,7 +150,7 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(Threads) accumulate_kernel(AccumulateArgs a
 /// \param[out] scores    fp32 by row: what `AccumulatedScorer` makes of the new sums; may be absent
 /// \param max_rows       host bound on the rows of a table
 /// \param workspace      [accumulate_workspace_bytes(view)], at a multiple of 256; one per stream
-/// \returns `cudaErrorInvalidValue` before anything is launched: no score planes, no probabilities, query heads that are
+/// \returns `cudaErrorInvalidValue` before anything is launched: exact sums, no score planes, no probabilities, query heads that are
 ///   not a multiple of the KV heads, misaligned planes, a workspace that is too small
 /// \par Ties
 ///   none. NaN: as `accumulate_probabilities` on the CPU. Without decay and squares the sums equal the CPU's bit for bit,
@@ -174,8 +174,9 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(Threads) accumulate_kernel(AccumulateArgs a
       (static_cast<std::int64_t>(max_rows) + accumulate_rows - 1) / accumulate_rows;
   const std::int64_t tiles =
       each * view.sequences * view.layers * static_cast<std::int64_t>(view.kv_heads);
-  if (view.kv_heads < 1 || view.layers < 1 || view.sequences < 0 || max_rows < 0 ||
-      !own_float_plane(view.score_sums, view) || !own_float_plane(view.score_compensations, view) ||
+  if (params.sums != Sums::floating || view.kv_heads < 1 || view.layers < 1 || view.sequences < 0 ||
+      max_rows < 0 || !own_float_plane(view.score_sums, view) ||
+      !own_float_plane(view.score_compensations, view) ||
       (scores && !own_float_plane(scores, view)) || probabilities.data == nullptr ||
       !aligned_to(4, probabilities.data) || probabilities.query_heads < view.kv_heads ||
       probabilities.query_heads % view.kv_heads != 0 || tiles > 0x7FFF'FFFF ||

@@ -53,7 +53,8 @@ namespace kvtrim::cuda {
     cudaStream_t stream,
     ScorePath path = ScorePath::automatic) noexcept {
   using namespace detail;
-  if (!readable_on_device(view, queries) || queries.block.lse == nullptr || bounds.max_rows < 0 ||
+  if (params.sums != Sums::floating || !readable_on_device(view, queries) ||
+      queries.block.lse == nullptr || bounds.max_rows < 0 ||
       !own_float_plane(view.score_sums, view) || !own_float_plane(view.score_compensations, view) ||
       (scores && !own_float_plane(scores, view))) {
     return cudaErrorInvalidValue;

@@ -240,8 +240,8 @@ struct WindowMemory {
 /// \param workspace   [window_scores_workspace_bytes(...)], at a multiple of 256; one per stream
 /// \pre the tables name a page for every live row of the tables that are scored
 /// \returns `cudaErrorInvalidValue` before anything is launched: dtype or head dim without a kernel, an address or a
-///   stride that is not a multiple of the element, no page table, an even kernel, a workspace that is too small; otherwise
-///   the launches' status
+///   stride that is not a multiple of the element, no page table, an even kernel, exact sums (which the host alone has), a
+///   workspace that is too small; otherwise the launches' status
 /// \par Ties
 ///   none broken here. NaN: as `WindowScorer`
 /// \par Error
@@ -269,7 +269,8 @@ struct WindowMemory {
                                                ScorePath path = ScorePath::automatic) noexcept {
   using namespace detail;
   if (!readable_on_device(view, queries) || params.window < 1 || params.kernel < 1 ||
-      params.kernel % 2 == 0 || !own_float_plane(scores, view) || bounds.max_rows < 0) {
+      params.kernel % 2 == 0 || params.sums != Sums::floating || !own_float_plane(scores, view) ||
+      bounds.max_rows < 0) {
     return cudaErrorInvalidValue;
   }
   const AttentionChoice attention = choose_attention(view, queries, path);

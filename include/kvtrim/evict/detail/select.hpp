@@ -4,6 +4,7 @@
 // Third stage of a plan: which rows, or which pages, stay.
 
 #include <kvtrim/cache/live_rows.hpp>
+#include <kvtrim/core/exact_sum.hpp>
 #include <kvtrim/evict/detail/open.hpp>
 #include <kvtrim/evict/detail/plan_draft.hpp>
 #include <kvtrim/evict/detail/score.hpp>
@@ -155,6 +156,8 @@ template <PagePolicy P>
                                   const PlanDraft& draft) noexcept {
   const CacheView& view = draft.view;
   const PageUnit unit = policy.unit();
+  const PageScoreParams params = policy.page_scores();
+  const bool exact = params.sums == Sums::exact && params.heads != Reduction::max;
   Status status = Status::ok;
   draft.for_each_table([&](SequenceId s, std::int32_t t) {
     const std::int32_t u = unit_of(unit, view, t);
@@ -170,13 +173,22 @@ template <PagePolicy P>
         status = Status::unequal_budget;
         return;
       }
-      if (!first.evicts || pages_given<P>(obs)) { continue; }
+      if (exact || !first.evicts || pages_given<P>(obs)) { continue; }
       draft.for_each_head(s, end, [&](const HeadRef& head) {
         const auto scores = draft.page_scores(head);
-        if (scores.data() != sum.data()) { add_page_scores(policy.page_scores(), scores, sum); }
+        if (scores.data() != sum.data()) { add_page_scores(params, scores, sum); }
       });
     }
     if (!first.evicts) { return; }
+    for (std::size_t p = 0; exact && !pages_given<P>(obs) && p < sum.size(); ++p) {
+      std::uint64_t units = 0;
+      for (std::int32_t other = t; other < end; ++other) {
+        draft.for_each_head(s, other, [&](const HeadRef& head) {
+          units += exact_units(draft.page_scores(head)[p]);
+        });
+      }
+      sum[p] = exact_mean(units, 1);  // the first head's, which is not needed any more
+    }
     const PageSpan span{first.live_before, first.first_row, view.page_size};
     const auto scores = pages_given<P>(obs) ? obs.page_scores.of(s, u, first.pages_before) : sum;
     const RowScratch& scratch = draft.memory.workers.front().rows;

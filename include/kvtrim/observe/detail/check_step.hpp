@@ -6,6 +6,7 @@
 #include <kvtrim/cache/cache_view.hpp>
 #include <kvtrim/cache/head_ref.hpp>
 #include <kvtrim/core/dtype.hpp>
+#include <kvtrim/core/exact_sum.hpp>
 #include <kvtrim/observe/layer_step.hpp>
 #include <kvtrim/policy/needs.hpp>
 
@@ -98,6 +99,10 @@ namespace kvtrim::detail {
   const std::int32_t rows = step.queries.count(s);
   if (needs.moments && step.unrotated.count(s) != rows) {
     return bad_step("unrotated rows", step.unrotated.count(s), rows, i);
+  }
+  const std::int64_t addends = std::int64_t{rows} * (step.queries.query_heads / view.kv_heads);
+  if (needs.accumulate && needs.accumulate->sums == Sums::exact && !exact_sum_holds(addends)) {
+    return bad_step("exact addends", addends, exact_addends, i);
   }
   for (std::int32_t h = 0; needs.accumulate && h < view.kv_heads; ++h) {
     const std::int32_t hole = view.state(s, step.layer_of(view), HeadId{h}).append_row;

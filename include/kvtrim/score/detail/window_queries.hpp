@@ -32,13 +32,15 @@ namespace kvtrim::detail {
   return last ? Status::ok : Status::bad_observation;
 }
 
-/// Bytes of `Layout{arena, rows, group, votes, head_dim}` for at most `window` votes within `shape`.
-template <class Layout>
-[[nodiscard]] std::size_t window_bytes(const PlanShape& shape, std::int32_t window) noexcept {
+/// Bytes of `Layout{arena, rows, group, votes, head_dim, more...}` for at most `window` votes within `shape`.
+template <class Layout, class... More>
+[[nodiscard]] std::size_t window_bytes(const PlanShape& shape,
+                                       std::int32_t window,
+                                       More... more) noexcept {
   const std::int32_t group = shape.kv_heads > 0 ? shape.query_heads / shape.kv_heads : 0;
   const std::int32_t votes = std::max(1, std::min(shape.query_rows, window));
   return largest_need(shape.head_dim, [&](Arena& arena, std::int32_t dim) {
-    return Layout{arena, shape.max_rows, std::max(1, group), votes, dim};
+    return Layout{arena, shape.max_rows, std::max(1, group), votes, dim, more...};
   });
 }
 
