@@ -74,7 +74,7 @@ class CausalProductAndExp {
   Eigen::VectorXf logits_;
 };
 
-void sum(benchmark::State& state, const Shape& shape) {
+void sum(benchmark::State& state, const Shape& shape, Sums sums) {
   EngineCache cache(shape, {.values = false, .scores = true});
   const CacheView view = cache.view();
   const std::size_t rows =
@@ -98,7 +98,7 @@ void sum(benchmark::State& state, const Shape& shape) {
   CausalProductAndExp bound(keys, queries, shape);
   const auto op = [&] {
     accumulate_column_sums(
-        {}, {view, SequenceId{0}, LayerId{0}, HeadId{0}}, block, LayerId{0}, scratch);
+        {.sums = sums}, {view, SequenceId{0}, LayerId{0}, HeadId{0}}, block, LayerId{0}, scratch);
   };
   report(state,
          interleave(op, bound),
@@ -114,8 +114,12 @@ const bool registered = [] {
     shape.tokens = tokens;
     shape.query_heads = 4;
     shape.kv_heads = 1;
-    line("score/column_sums/h2o" + shape.axes(),
-         [=](benchmark::State& state) { sum(state, shape); });
+    for (const Sums sums : {Sums::floating, Sums::exact}) {
+      if (sums == Sums::exact && tokens != 4096) { continue; }
+      line(std::string("score/column_sums/") + (sums == Sums::exact ? "h2o_exact" : "h2o") +
+               shape.axes(),
+           [=](benchmark::State& state) { sum(state, shape, sums); });
+    }
   }
   return true;
 }();

@@ -18,7 +18,8 @@ namespace {
 
 constexpr std::int32_t window = 32;
 
-enum class Denominator : std::uint8_t { lse, computed };
+// The exact form computes its denominators.
+enum class Denominator : std::uint8_t { lse, computed, exact };
 
 void score(benchmark::State& state, const Shape& shape, Denominator form, std::int32_t threads) {
   const std::int32_t items = shape.sequences * shape.kv_heads;
@@ -43,7 +44,9 @@ void score(benchmark::State& state, const Shape& shape, Denominator form, std::i
     obs.queries.lse_head_stride = window;
     obs.queries.lse_sequence_stride = static_cast<std::int64_t>(shape.query_heads) * window;
   }
-  const WindowScorer scorer(WindowParams{});
+  WindowParams params;
+  params.sums = form == Denominator::exact ? Sums::exact : Sums::floating;
+  const WindowScorer scorer(params);
   const Threads executor{threads};
   std::vector<std::vector<std::byte>> scratch(
       static_cast<std::size_t>(threads),
@@ -75,10 +78,14 @@ void score(benchmark::State& state, const Shape& shape, Denominator form, std::i
   state.counters["workspace_bytes"] = static_cast<double>(scratch.front().size());
 }
 
-void lines(const Shape& shape, std::int32_t threads = 1) {
-  for (const Denominator form : {Denominator::lse, Denominator::computed}) {
+void lines(const Shape& shape, std::int32_t threads = 1, bool exact = false) {
+  for (const Denominator form : {Denominator::lse, Denominator::computed, Denominator::exact}) {
+    if (form == Denominator::exact && !exact) { continue; }
     const std::string name = std::string("score/window/") +
-                             (form == Denominator::lse ? "lse" : "computed") + shape.axes() +
+                             (form == Denominator::lse        ? "lse"
+                              : form == Denominator::computed ? "computed"
+                                                              : "exact") +
+                             shape.axes() +
                              (threads > 1 ? "/threads:" + std::to_string(threads) : "");
     line(name, [=](benchmark::State& state) { score(state, shape, form, threads); });
   }
@@ -86,7 +93,7 @@ void lines(const Shape& shape, std::int32_t threads = 1) {
 
 const bool registered = [] {
   const Shape base;
-  lines(base);
+  lines(base, 1, true);
   lines(base, 2);
   for (const DType dtype : {DType::f16, DType::bf16}) {
     Shape s = base;
@@ -110,7 +117,7 @@ const bool registered = [] {
     s.query_heads = 9;
     s.kv_heads = 3;
     s.dim = 64;
-    lines(s);
+    lines(s, 1, true);
   }
   for (const std::int32_t sequences : {16, 64}) {
     Shape s = base;

@@ -17,6 +17,11 @@
 namespace kvtrim {
 
 /// How a score adds up probabilities.
+///
+/// Policies with exact sums: SnapKVSelector, PyramidKV, AdaKV and CriticalKV over it, ChunkKV, PageSelector by window
+/// scores, Tova (softmax, queries and heads); HeavyHitter and PageSelector by accumulated attention (the sums of a step).
+/// Other scores (norms, KeyDiff, LagKV, CurKV, RKV, ExpectedAttention, QFilter, surprisal) have floats alone: over ranks
+/// only their maxima can be reduced.
 enum class Sums : std::uint8_t {
   floating,  ///< floats in one fixed order: fastest
   exact,     ///< integers in any order: what runs over several ranks require

@@ -45,48 +45,33 @@ struct ColumnSumScratch {
   return Arena::bytes_for([&](Arena& arena) { return detail::ColumnSumScratch{arena, head_dim}; });
 }
 
-/// Adds the attention that each of many queries pays to each live row to the accumulated scores of one KV head: the mean
-/// over the query heads of the group, summed over the queries.
-///
-/// With `Sums::exact` what this call adds has the same bits for any order of heads, and however its queries are put into
-/// blocks.
-///
-/// \param queries      rows of the chunk just attended, with their LSE
-/// \param query_layer  layer index inside `queries`
-/// \param scratch      [column_sums_scratch_bytes(head_dim)]
-/// \pre `queries.lse != nullptr`; score planes are present; no hole; queries * group fit an exact sum (`Recorder` checks it); the rows are those that the queries attended to
-/// \par Ties
-/// none. NaN: the row of a key that is not finite gets NaN; a query with a non-finite value or LSE is left out
-/// \par Complexity
-/// O(queries * rows * head_dim) time, skipping tiles that lie wholly in the future; O(1) space; no allocation
-/// \par Source
-/// Zhang et al., 2023, arXiv:2306.14048 (H2O, the prompt's column sums)
-inline void accumulate_column_sums(const AccumulateParams& params,
-                                   const HeadRef& head,
-                                   const QueryBlock& queries,
-                                   LayerId query_layer,
-                                   std::span<std::byte> scratch) noexcept {
-  using detail::block_queries, detail::packet_floats, detail::panel_rows;
-  using detail::Packet, detail::pload, detail::pset1, detail::pstore;
+namespace detail {
+// The form is known at compile time: a branch for each query and panel would cost the default form 1 %.
+template <Sums Form>
+void accumulate_columns(const AccumulateParams& params,
+                        const HeadRef& head,
+                        const QueryBlock& queries,
+                        LayerId query_layer,
+                        std::span<std::byte> scratch) noexcept {
+  constexpr bool exact = Form == Sums::exact;
   const auto [view, s, l, h] = head;
   Arena arena(scratch);
   const std::int32_t dim = view.k.head_dim;
-  const detail::ColumnSumScratch mem{arena, dim};
+  const ColumnSumScratch mem{arena, dim};
   KVTRIM_ASSERT(arena.ok() && queries.lse != nullptr);
   const std::int32_t group = queries.query_heads / view.kv_heads;
   const std::int32_t count = queries.count(s);
   const std::int32_t next = head.state().next_position;
   const float share = 1.0F / static_cast<float>(group);
-  const detail::LogitScale scaled(detail::scale_of(queries, dim), queries.soft_cap);
+  const LogitScale scaled(scale_of(queries, dim), queries.soft_cap);
   const auto index = [](std::int64_t i) { return static_cast<std::size_t>(i); };
   const auto decay_after = [&](std::int32_t i) {
     return params.decay == 1.0F ? 1.0 : std::pow(static_cast<double>(params.decay), count - 1 - i);
   };
   const double decay_all = decay_after(-1);
-  const bool exact = params.sums == Sums::exact;
 
-  detail::for_each_key_tile(head, mem.tiles, [&](std::int32_t first, std::int32_t rows) {
-    detail::pack_keys(mem.tiles, rows);
+  for_each_key_tile(head, mem.tiles, [&](std::int32_t first, std::int32_t rows) {
+    pack_keys(mem.tiles, rows);
     std::fill(mem.units.begin(), mem.units.end(), 0);
     for (std::int32_t t = 0; !exact && t < rows; ++t) {
       float& sum = mem.sums[index(t)];
@@ -99,18 +84,18 @@ inline void accumulate_column_sums(const AccumulateParams& params,
     const Position oldest = *std::min_element(first_position, first_position + rows);
     for (std::int32_t g = 0; g < group; ++g) {
       const std::int32_t query_head = raw(h) * group + g;
-      for (std::int32_t begin = 0; begin < count; begin += detail::column_sum_queries) {
-        const std::int32_t block = std::min(detail::column_sum_queries, count - begin);
+      for (std::int32_t begin = 0; begin < count; begin += column_sum_queries) {
+        const std::int32_t block = std::min(column_sum_queries, count - begin);
         const Position newest = queries.position(s, begin + block - 1, next);
         if (newest < oldest) { continue; }  // the whole tile lies in their future
-        for (std::int32_t i = 0; i < detail::padded_queries(block); ++i) {
+        for (std::int32_t i = 0; i < padded_queries(block); ++i) {
           const float* const query =
               i < block ? queries.row(s, query_layer, query_head, begin + i) : nullptr;
-          detail::pack_query(query, dim, i, mem.queries.data());
+          pack_query(query, dim, i, mem.queries.data());
           if (query == nullptr) { continue; }
-          const float lse = detail::natural(queries.lse_of(s, query_layer, query_head, begin + i),
-                                            queries.lse_base);
-          const bool votes = detail::finite(&lse, 1) && detail::finite(query, dim);
+          const float lse =
+              natural(queries.lse_of(s, query_layer, query_head, begin + i), queries.lse_base);
+          const bool votes = finite(&lse, 1) && finite(query, dim);
           mem.positions[index(i)] = queries.position(s, begin + i, next);
           mem.lse[index(i)] = lse;
           mem.weights[index(i)] = votes ? static_cast<float>(decay_after(begin + i)) : 0.0F;
@@ -135,7 +120,7 @@ inline void accumulate_column_sums(const AccumulateParams& params,
             if (position < *panel_oldest || mem.weights[index(i)] == 0) { return; }
             const auto lse = pset1<Packet>(mem.lse[index(i)]);
             for (std::int32_t p = 0; p < panel_rows; p += packet_floats) {
-              pstore(x + p, detail::pexp(detail::psub(scaled(x + p), lse)));
+              pstore(x + p, pexp(psub(scaled(x + p), lse)));
             }
             if (position < *panel_newest) {
               for (std::int32_t t = row; t < end; ++t) {
@@ -143,20 +128,20 @@ inline void accumulate_column_sums(const AccumulateParams& params,
               }
             }
             const auto weight = pset1<Packet>(mem.weights[index(i)]);
-            if (exact) {
+            if constexpr (exact) {
               std::uint64_t* const units = mem.units.data() + row;
               for (std::int32_t p = 0; p < panel_rows; p += packet_floats) {
                 Packet y = pload<Packet>(x + p);
-                if (params.squared) { y = detail::pmul(y, y); }
-                pstore(x + p, detail::pmul(y, weight));
+                if (params.squared) { y = pmul(y, y); }
+                pstore(x + p, pmul(y, weight));
               }
               for (std::int32_t k = 0; k < panel_rows; ++k) { units[k] += exact_units(x[k]); }
-              return;
-            }
-            for (std::int32_t p = 0; p < panel_rows; p += packet_floats) {
-              Packet y = pload<Packet>(x + p);
-              if (params.squared) { y = detail::pmul(y, y); }
-              pstore(partial + p, detail::pmadd(y, weight, pload<Packet>(partial + p)));
+            } else {
+              for (std::int32_t p = 0; p < panel_rows; p += packet_floats) {
+                Packet y = pload<Packet>(x + p);
+                if (params.squared) { y = pmul(y, y); }
+                pstore(partial + p, pmadd(y, weight, pload<Packet>(partial + p)));
+              }
             }
           };
           // Leading queries that see nothing of the panel are skipped, in whole register blocks.
@@ -169,8 +154,7 @@ inline void accumulate_column_sums(const AccumulateParams& params,
             }
             if ((q + block_queries) % 32 == 0) { flush(); }
           };
-          detail::for_each_logit_block(
-              mem.tiles, row, mem.queries.data(), seeing, block, add_block);
+          for_each_logit_block(mem.tiles, row, mem.queries.data(), seeing, block, add_block);
           flush();
         }
       }
@@ -178,7 +162,7 @@ inline void accumulate_column_sums(const AccumulateParams& params,
     for (std::int32_t t = 0; t < rows; ++t) {
       const bool bad = mem.tiles.bad[index(t)] != 0;
       if (exact) {
-        detail::add_units(head, first + t, mem.units[index(t)], group, decay_all);
+        add_units(head, first + t, mem.units[index(t)], group, decay_all);
         if (bad) {
           view.score_sums.at<float>(s, l, h, first + t) = std::numeric_limits<float>::quiet_NaN();
         }
@@ -189,6 +173,35 @@ inline void accumulate_column_sums(const AccumulateParams& params,
       view.score_compensations.at<float>(s, l, h, first + t) = mem.compensations[index(t)];
     }
   });
+}
+}  // namespace detail
+
+/// Adds the attention that each of many queries pays to each live row to the accumulated scores of one KV head: the mean
+/// over the query heads of the group, summed over the queries.
+///
+/// With `Sums::exact` what this call adds has the same bits for any order of heads, and however its queries are put into
+/// blocks.
+///
+/// \param queries      rows of the chunk just attended, with their LSE
+/// \param query_layer  layer index inside `queries`
+/// \param scratch      [column_sums_scratch_bytes(head_dim)]
+/// \pre `queries.lse != nullptr`; score planes are present; no hole; queries * group fit an exact sum (`Recorder` checks it); the rows are those that the queries attended to
+/// \par Ties
+/// none. NaN: the row of a key that is not finite gets NaN; a query with a non-finite value or LSE is left out
+/// \par Complexity
+/// O(queries * rows * head_dim) time, skipping tiles that lie wholly in the future; O(1) space; no allocation
+/// \par Source
+/// Zhang et al., 2023, arXiv:2306.14048 (H2O, the prompt's column sums)
+inline void accumulate_column_sums(const AccumulateParams& params,
+                                   const HeadRef& head,
+                                   const QueryBlock& queries,
+                                   LayerId query_layer,
+                                   std::span<std::byte> scratch) noexcept {
+  if (params.sums == Sums::exact) {
+    detail::accumulate_columns<Sums::exact>(params, head, queries, query_layer, scratch);
+  } else {
+    detail::accumulate_columns<Sums::floating>(params, head, queries, query_layer, scratch);
+  }
 }
 
 }  // namespace kvtrim

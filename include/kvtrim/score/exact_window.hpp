@@ -57,7 +57,8 @@ namespace detail {
 ///
 /// Each step reads what the one before it returned, after it was reduced. Ranks whose rows are parts of one sequence
 /// reduce the first two; those that hold heads only, none. With an LSE, which must be that of all ranks' rows, the first
-/// two are empty. The scores have the same bits for any order of rows, queries and heads and any parts of them. `score` and
+/// two are empty. The scores have the same bits for any order of rows, queries and heads and any parts of them, on ranks that run one build
+/// on processors with the same instructions (a logit is one chain of multiply-adds, fused or not). `score` and
 /// `columns` run the steps that were left out.
 ///
 /// \par Error
