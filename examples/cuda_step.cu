@@ -14,6 +14,8 @@
 #include <kvtrim/policy/heavy_hitter.hpp>
 #include <kvtrim/policy/snapkv_selector.hpp>
 
+#include "cuda_free_pages.cuh"
+
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -72,51 +74,6 @@ __global__ void make_up_kernel(T* data, std::int64_t count, float scale, std::ui
     x ^= x >> 13U;
     data[i] = static_cast<T>(static_cast<float>(x & 0xFFFFU) / 65536.0F * scale);
   }
-}
-
-/// The engine's own free list: a stack on the device.
-struct FreePages {
-  std::int32_t* ids;
-  std::int32_t* count;
-};
-
-/// What an engine does when a step begins: one more row in every sequence, in the hole that the last eviction left or
-/// after the last row, taking a new page if needed.
-__global__ void append_kernel(CacheView view,
-                              std::int32_t* table,
-                              std::int32_t* positions,
-                              FreePages free) {
-  const auto s = static_cast<std::int32_t>(threadIdx.x);
-  if (s >= sequences) { return; }
-  SequenceState& state = view.states[s];
-  const std::int32_t row = state.append_row >= 0 ? state.append_row : state.live_rows;
-  std::int32_t& page = table[s * max_pages + row / page_size];
-  if (page < 0) { page = free.ids[atomicAdd(free.count, -1) - 1]; }
-  for (std::int32_t i = 0; i < layers * kv_heads; ++i) {
-    const std::int64_t at =
-        (static_cast<std::int64_t>(s) * layers * kv_heads + i) * prompt_rows + row;
-    positions[at] = state.next_position;
-    reinterpret_cast<float*>(view.score_sums.base)[at] = 0;
-    reinterpret_cast<float*>(view.score_compensations.base)[at] = 0;
-  }
-  ++state.live_rows;
-  ++state.next_position;
-  ++state.next_rope_position;
-  ++state.generation;
-  ++state.steps;
-  state.append_row = -1;
-}
-
-/// What it does with the pages that an eviction freed.
-__global__ void take_back_kernel(cuda::DeviceTables tables, FreePages free) {
-  const std::int32_t first = *free.count;
-  const std::int32_t freed = *tables.freed_count;
-  __syncthreads();
-  for (auto i = static_cast<std::int32_t>(threadIdx.x); i < freed;
-       i += static_cast<std::int32_t>(blockDim.x)) {
-    free.ids[first + i] = tables.freed[i];
-  }
-  if (threadIdx.x == 0) { *free.count = first + freed; }
 }
 
 }  // namespace
@@ -191,7 +148,8 @@ int main() {
   tables.freed = device_array<std::int32_t>(pages);
   tables.freed_count = device_array<std::int32_t>(1);
 
-  const FreePages free{device_array<std::int32_t>(pages), device_array<std::int32_t>(1)};
+  const cuda_step::FreePages free{device_array<std::int32_t>(pages), device_array<std::int32_t>(1)};
+  auto* const appended = device_array<Status>(sequences);
 
   // --- end of the prompt: SnapKV by the last queries, as attention left them ---
   const std::int64_t query_elements =
@@ -211,7 +169,7 @@ int main() {
   must(cuda::plan(snapkv, view, observation, workspace, stream), "plan(snapkv)");
   must(cuda::apply(workspace, view, stream), "apply");
   must(cuda::commit(workspace, view, tables, stream), "commit");
-  take_back_kernel<<<1, 128, 0, stream>>>(tables, free);
+  cuda_step::take_back_kernel<<<1, 128, 0, stream>>>(tables.freed, tables.freed_count, free);
   must(cudaEventRecord(pages_are_free, stream), "cudaEventRecord");
   // Anyone who takes the pages on another stream waits for the event; so does the host, which prints them.
   must(cudaEventSynchronize(pages_are_free), "cudaEventSynchronize");
@@ -244,24 +202,21 @@ int main() {
   std::byte* const accumulate_memory = device_array<std::byte>(1U << 20U);
 
   // Nothing may be loaded while the stream is captured: everything the step uses has been used once, or loaded, before.
-  must(cuda::prepare(heavy, bounds), "prepare");
+  must(cuda::prepare(heavy, view, {}, bounds), "prepare");
   cudaFuncAttributes own{};
-  must(cudaFuncGetAttributes(&own, append_kernel), "load append_kernel");
-  must(cuda::accumulate_probabilities(
-           heavy.scorer(), view, observed, {}, prompt_rows, accumulate_memory, 1U << 20U, stream),
-       "accumulate");
+  must(cudaFuncGetAttributes(&own, cuda_step::append_kernel<>), "load append_kernel");
   must(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
   cudaGraph_t graph = nullptr;
   cudaGraphExec_t step = nullptr;
   must(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "begin capture");
-  append_kernel<<<1, 32, 0, stream>>>(view, table, row_positions, free);
+  cuda_step::append_kernel<<<1, 32, 0, stream>>>(view, table, free, appended);
   must(cuda::accumulate_probabilities(
            heavy.scorer(), view, observed, {}, prompt_rows, accumulate_memory, 1U << 20U, stream),
        "accumulate");
   must(cuda::plan(heavy, view, {}, workspace, stream), "plan(heavy)");
   must(cuda::apply(workspace, view, stream), "apply");
   must(cuda::commit(workspace, view, tables, stream), "commit");
-  take_back_kernel<<<1, 128, 0, stream>>>(tables, free);
+  cuda_step::take_back_kernel<<<1, 128, 0, stream>>>(tables.freed, tables.freed_count, free);
   must(cudaStreamEndCapture(stream, &graph), "end capture");
   must(cudaGraphInstantiate(&step, graph, 0), "instantiate");
   std::int64_t evicted = 0;
@@ -272,6 +227,13 @@ int main() {
          "cudaEventSynchronize");  // an engine would not wait here
     must(cudaMemcpy(&report, made.report, sizeof report, cudaMemcpyDeviceToHost),
          "read the report");
+    Status rows[sequences];
+    must(cudaMemcpy(rows, appended, sizeof rows, cudaMemcpyDeviceToHost), "read the statuses");
+    for (const Status status : rows) {
+      if (status == Status::ok) { continue; }
+      std::fprintf(stderr, "step %d: no row: %s\n", i, std::string(to_string(status)).c_str());
+      return 1;
+    }
     if (report.status != Status::ok) {
       std::fprintf(
           stderr, "step %d: status %s\n", i, std::string(to_string(report.status)).c_str());

@@ -7,6 +7,7 @@
 #include <kvtrim/cuda/evict/commit.cuh>
 #include <kvtrim/cuda/evict/device_plan.cuh>
 #include <kvtrim/cuda/evict/device_scorer.cuh>
+#include <kvtrim/cuda/evict/key_scorer.cuh>
 #include <kvtrim/cuda/evict/plan.cuh>
 #include <kvtrim/cuda/evict/prepare.cuh>
 #include <kvtrim/cuda/evict/rerotate.cuh>
@@ -16,9 +17,11 @@
 #include <kvtrim/cuda/score/window.cuh>
 #include <kvtrim/cuda/select/top_k.cuh>
 #include <kvtrim/policy/heavy_hitter.hpp>
+#include <kvtrim/policy/key_diff.hpp>
 #include <kvtrim/policy/page_selector.hpp>
 #include <kvtrim/policy/snapkv_selector.hpp>
 #include <kvtrim/policy/streaming_sink.hpp>
+#include <kvtrim/policy/tova.hpp>
 
 #include <cstddef>
 
@@ -40,6 +43,8 @@ cudaError_t use_all_kernels(const CacheView& view,
   if (e == cudaSuccess) { e = cuda::plan(StreamingSink(), view, obs, workspace, stream); }
   if (e == cudaSuccess) { e = cuda::plan(HeavyHitter(), view, obs, workspace, stream); }
   if (e == cudaSuccess) { e = cuda::plan(SnapKVSelector(), view, obs, workspace, stream); }
+  if (e == cudaSuccess) { e = cuda::plan(KeyDiff(), view, obs, workspace, stream); }
+  if (e == cudaSuccess) { e = cuda::plan(Tova(), view, obs, workspace, stream); }
   if (e == cudaSuccess) { e = cuda::apply(workspace, view, stream); }
   if (e == cudaSuccess) { e = cuda::commit(workspace, view, tables, stream); }
   if (e == cudaSuccess) {

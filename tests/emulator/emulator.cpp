@@ -643,6 +643,12 @@ void whole_warp(const char* /*name*/,
   meet(whole_warp_collective, ~0U, reinterpret_cast<std::uintptr_t>(operands), 0, 32, site);
 }
 
+void check_aligned(const void* p, std::size_t bytes) {
+  if (reinterpret_cast<std::uintptr_t>(p) % bytes != 0) {
+    fail("a vector of " + std::to_string(bytes) + " bytes is not aligned");
+  }
+}
+
 void async_copy_16(void* to, const void* from) {
   Lane& me = *current;
   if (((reinterpret_cast<std::uintptr_t>(to) | reinterpret_cast<std::uintptr_t>(from)) & 15U) !=

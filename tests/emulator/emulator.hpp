@@ -133,6 +133,9 @@ void whole_warp(const char* name,
                 void (*work)(void* const operands[32]),
                 Site site);
 
+/// Ends the kernel unless `p` is a multiple of `bytes`: a GPU does not load vectors from other addresses.
+void check_aligned(const void* p, std::size_t bytes);
+
 void async_copy_16(void* to, const void* from);
 void async_commit();
 void async_wait(unsigned newest);
@@ -382,23 +385,25 @@ inline void __threadfence_block() {}
 
 template <class T>
 inline T __ldg(const T* p) {
+  kvtrim::emulator::check_aligned(p, sizeof(T));
   return *p;
 }
 template <class T>
 inline T __ldcg(const T* p) {
-  return *p;
+  return __ldg(p);
 }
 template <class T>
 inline T __ldcs(const T* p) {
-  return *p;
+  return __ldg(p);
 }
 template <class T>
 inline void __stcs(T* p, T v) {
+  kvtrim::emulator::check_aligned(p, sizeof(T));
   *p = v;
 }
 template <class T>
 inline void __stcg(T* p, T v) {
-  *p = v;
+  __stcs(p, v);
 }
 inline int __popc(unsigned v) {
   return std::popcount(v);
@@ -435,6 +440,12 @@ inline float __fadd_rn(float a, float b) {
 }
 inline float __fdiv_rn(float a, float b) {
   return a / b;
+}
+inline float __frcp_rn(float x) {
+  return 1 / x;
+}
+inline float __fsqrt_rn(float x) {
+  return std::sqrt(x);
 }
 inline float __fmul_rn(float a, float b) {
   return a * b;

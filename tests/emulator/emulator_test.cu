@@ -187,6 +187,29 @@ __global__ void one_beyond_kernel(int* out) {
   out[threadIdx.x + 1] = 1;
 }
 
+__global__ void misaligned_copy_kernel(int* out) {
+  KVTRIM_SHARED(uint4, stage, [33]);
+  kvtrim::cuda::detail::async_copy_16(&stage[threadIdx.x], out + threadIdx.x * 4 + 1);
+  kvtrim::cuda::detail::async_commit();
+  kvtrim::cuda::detail::async_wait<0>();
+}
+__global__ void misaligned_load_kernel(int* out) {
+  out[0] = static_cast<int>(__ldg(reinterpret_cast<const uint2*>(out + 1)).x);
+}
+__global__ void misaligned_store_kernel(int* out) {
+  __stcs(reinterpret_cast<uint4*>(out + 2), uint4{1, 2, 3, 4});
+}
+__global__ void no_dynamic_kernel(int* out) {
+  KVTRIM_DYNAMIC_SHARED(int, more);
+  more[threadIdx.x] = 1;
+  out[threadIdx.x] = more[threadIdx.x];
+}
+__global__ void much_static_kernel(int* out) {  // 40 KiB
+  KVTRIM_SHARED(int, values, [10 * 1024]);
+  values[threadIdx.x] = 1;
+  out[threadIdx.x] = values[threadIdx.x];
+}
+
 struct WithSchedule {
   explicit WithSchedule(emulator::Schedule s) : before(emulator::options()) {
     emulator::options().schedule = s;
@@ -314,6 +337,65 @@ TEST_CASE("emulator: collectives that CUDA leaves undefined are errors", "[emula
   CHECK_THAT(complaint(unwaited_kernel, 32), ContainsSubstring("never waited for"));
   CHECK(complaint(divergent_shuffle_kernel, 32) != "no complaint");
   CHECK_THAT(complaint(indices_kernel, 2048), ContainsSubstring("invalid block size"));
+}
+
+TEST_CASE("emulator: vectors at other addresses than theirs are errors", "[emulator]") {
+  CHECK_THAT(complaint(misaligned_copy_kernel, 32), ContainsSubstring("not aligned to 16"));
+  CHECK_THAT(complaint(misaligned_load_kernel, 1), ContainsSubstring("8 bytes is not aligned"));
+  CHECK_THAT(complaint(misaligned_store_kernel, 1), ContainsSubstring("16 bytes is not aligned"));
+}
+
+TEST_CASE("emulator: shared memory is limited as by the runtime", "[emulator]") {
+  DeviceBuffer<int> out(32);
+  const auto run_with = [&](std::size_t dynamic) {
+    const auto* const kernel = reinterpret_cast<const void*>(much_static_kernel);
+    const emulator::Launch what{kernel, nullptr, dim3(1), dim3(32), dynamic, 0, sizeof(int*)};
+    return emulator::launch(much_static_kernel, what, out.data());
+  };
+  const auto* const kernel = reinterpret_cast<const void*>(much_static_kernel);
+  CHECK_THAT(complaint(no_dynamic_kernel, 32), ContainsSubstring("the launch asked for none"));
+  emulator::unload_kernels();
+  CHECK(run_with(8 * 1024) == cudaSuccess);
+  CHECK(emulator::launches().back().static_bytes == 40 * 1024);
+  CHECK(run_with(8 * 1024 + 4) != cudaSuccess);  // together beyond 48 KiB
+  CHECK(run_with(60 * 1024) == cudaErrorInvalidValue);
+  constexpr auto limit = cudaFuncAttributeMaxDynamicSharedMemorySize;
+  REQUIRE(cudaFuncSetAttribute(kernel, limit, 60 * 1024) == cudaSuccess);
+  CHECK(run_with(60 * 1024) == cudaSuccess);
+  CHECK(run_with(60 * 1024 + 4) == cudaErrorInvalidValue);
+  REQUIRE(cudaFuncSetAttribute(kernel, limit, 16) == cudaSuccess);  // lowered
+  CHECK(run_with(60 * 1024) == cudaErrorInvalidValue);
+  REQUIRE(cudaFuncSetAttribute(kernel, limit, 227 * 1024) == cudaSuccess);
+  CHECK(run_with(16) != cudaSuccess);  // static arrays leave less than that
+  CHECK_THAT(emulator::message(), ContainsSubstring("could not have been set"));
+  CHECK(cudaFuncSetAttribute(kernel, limit, 228 * 1024) == cudaErrorInvalidValue);
+  emulator::unload_kernels();
+}
+
+TEST_CASE("emulator: a capture keeps launches, and loads and sets nothing", "[emulator]") {
+  DeviceBuffer<int> out(64);
+  out.fill(0);
+  emulator::unload_kernels();
+  const auto go = [&] {
+    return kvtrim::cuda::detail::launch(
+        warp_exchange_kernel, dim3(1), dim3(64), 0, nullptr, out.data());
+  };
+  const auto* const kernel = reinterpret_cast<const void*>(warp_exchange_kernel);
+  cudaFuncAttributes attributes{};
+  emulator::Graph graph;
+  emulator::capture = &graph;
+  CHECK(go() == cudaErrorStreamCaptureUnsupported);
+  CHECK(cudaFuncGetAttributes(&attributes, kernel) == cudaErrorStreamCaptureUnsupported);
+  CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, 16) ==
+        cudaErrorStreamCaptureUnsupported);
+  emulator::capture = nullptr;
+  REQUIRE(cudaFuncGetAttributes(&attributes, kernel) == cudaSuccess);
+  emulator::capture = &graph;
+  CHECK(go() == cudaSuccess);
+  emulator::capture = nullptr;
+  CHECK(out.download() == std::vector<int>(64, 0));
+  CHECK(graph.run() == cudaSuccess);
+  CHECK(out.download()[0] == 4);
 }
 
 TEST_CASE("emulator: a failed launch leaves the next one whole", "[emulator]") {

@@ -21,15 +21,15 @@ struct PageSpan {
   std::int32_t page_size = 1;  ///< rows per page
 
   /// Pages in use.
-  [[nodiscard]] constexpr std::int32_t pages() const noexcept {
+  [[nodiscard]] KVTRIM_HOST_DEVICE constexpr std::int32_t pages() const noexcept {
     return live == 0 ? 0 : pages_for(live + first_row, page_size);
   }
   /// First row of page `p`.
-  [[nodiscard]] constexpr std::int32_t begin(std::int32_t p) const noexcept {
+  [[nodiscard]] KVTRIM_HOST_DEVICE constexpr std::int32_t begin(std::int32_t p) const noexcept {
     return std::max(0, p * page_size - first_row);
   }
   /// One past the last row of page `p`.
-  [[nodiscard]] constexpr std::int32_t end(std::int32_t p) const noexcept {
+  [[nodiscard]] KVTRIM_HOST_DEVICE constexpr std::int32_t end(std::int32_t p) const noexcept {
     return std::clamp((p + 1) * page_size - first_row, 0, live);
   }
 };

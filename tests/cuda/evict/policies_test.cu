@@ -5,7 +5,10 @@
 #include "cuda/evict/both_sides.hpp"
 #include "cuda/evict/every_policy.hpp"
 
+#include <algorithm>
+#include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <limits>
 #include <string>
 #include <tuple>
@@ -147,4 +150,89 @@ TEST_CASE("cuda::plan: pages leave tables and do nothing else", "[cuda][parity][
   same(world,
        kvtrim::test::best_pages<AccumulateParams>(),
        GENERATE(Removal::stable_pack, Removal::drop_pages));
+}
+
+TEST_CASE("cuda::plan: workspaces follow the rows that there are, not the longest sequence",
+          "[cuda][edge]") {
+  // 256 sequences, 32 layers, 8 KV heads; 1,048,576 tokens in all, none above 131,072.
+  PlanShape shape;
+  shape.sequences = 256;
+  shape.layers = 32;
+  shape.kv_heads = 8;
+  shape.page_size = 16;
+  shape.max_rows = 131'072;
+  shape.pages = 65'536 + 256;
+  const cuda::PlanBounds bounds(shape, 1'048'576);
+  constexpr std::size_t mebi = std::size_t{1} << 20U;
+  CHECK(cuda::plan_workspace_bytes(StreamingSink(), bounds) <= 32 * mebi);
+  // Rows are listed once: 4 bytes for each, rounded up to pages.
+  const std::size_t lists = std::size_t{4} * 256 * (1'048'576 + 256 * 16);
+  CHECK(cuda::plan_workspace_bytes(HeavyHitter(), bounds) <= lists + 32 * mebi);
+  // Histograms only for heads that several blocks share.
+  CHECK(cuda::top_k_workspace_bytes({256, 32, 8, 131'072}) <= 4 * mebi);
+  CHECK(cuda::top_k_workspace_bytes({256, 32, 8, 16'384}) == 0);
+  // Monotone in every field.
+  const auto bytes = [](const PlanShape& x, std::int64_t total) {
+    return cuda::plan_workspace_bytes(HeavyHitter(), cuda::PlanBounds(x, total));
+  };
+  const std::size_t before = bytes(shape, 1'048'576);
+  CHECK(bytes(shape, 2'000'000) > before);
+  CHECK(bytes(shape, 0) > before);
+  for (std::int32_t PlanShape::* const field :
+       {&PlanShape::sequences, &PlanShape::layers, &PlanShape::kv_heads, &PlanShape::pages}) {
+    PlanShape more = shape;
+    more.*field *= 2;
+    CHECK(bytes(more, 1'048'576) > before);
+  }
+}
+
+TEST_CASE("cuda::plan: a total is enough if the rows fit, and one that is exceeded is a status",
+          "[cuda][parity][fault]") {
+  WorldShape shape;
+  shape.scope = GENERATE(TableScope::group, TableScope::layer, TableScope::head);
+  shape.reserved = GENERATE(0, 1);
+  World world(shape);
+  const CacheView view = world.device_view();
+  std::int64_t total = 0;  // of the longest table of each sequence
+  const auto tables = static_cast<std::size_t>(view.tables_per_sequence());
+  for (std::size_t s = 0; s < 3; ++s) {
+    std::int64_t longest = 0;
+    for (std::size_t t = 0; t < tables; ++t) {
+      const std::int64_t rows = world.host().states[s * tables + t].extent();
+      longest = std::max(longest, rows);
+    }
+    total += longest + std::int64_t{shape.reserved} * shape.page_size;
+  }
+  const bool enough = GENERATE(true, false);
+  const PlanShape bounds = plan_shape(world.host_view());
+  const cuda::PlanBounds given(bounds, enough ? total : 4);
+  const auto policy = kvtrim::test::best_pages<AccumulateParams>();
+  const HeavyHitter rows({.heavy = 4, .recent = 2});
+  const auto check = [&](const auto& chosen) {
+    const std::size_t bytes = cuda::plan_workspace_bytes(chosen, given);
+    CHECK((bytes < cuda::plan_workspace_bytes(chosen, bounds) || enough));
+    kvtrim::test::DeviceBuffer<std::byte> memory(bytes, "workspace");
+    const cuda::PlanWorkspace workspace{given, memory.data(), bytes};
+    REQUIRE(cuda::plan(chosen, view, {}, workspace, nullptr) == cudaSuccess);
+    REQUIRE(cuda::apply(workspace, view, nullptr) == cudaSuccess);
+    cuda::DeviceReport report;
+    const auto all = memory.download();
+    std::memcpy(&report, all.data(), sizeof report);
+    const bool fits = enough || given.entries() == cuda::PlanBounds(bounds).entries();
+    CHECK(to_string(report.status) == (fits ? "ok" : "workspace_too_small"));
+    if (!fits) {
+      CHECK(world.difference() == "");
+      return;
+    }
+    const CacheView host = world.host_view();
+    Plan wanted = kvtrim::test::host_plan(chosen, host, {}, Removal::automatic);
+    CHECK(report.evicted == wanted.view().evicted_rows());
+    CHECK(apply(wanted.ref(), host) == Status::ok);
+    CHECK(world.difference() == "");
+  };
+  if (GENERATE(true, false)) {
+    check(policy);
+  } else {
+    check(rows);
+  }
 }

@@ -7,8 +7,8 @@
 #include <kvtrim/cuda/observe/detail/attention_fma.cuh>
 
 #include "catch.hpp"
+#include "cuda/score/score_world.hpp"
 #include "device_buffer.hpp"
-#include "score_world.hpp"
 
 #include <bit>
 #include <cmath>

@@ -299,6 +299,9 @@ KVTRIM_DEVICE Vector16<T> load_16_constant(const T* p) {
 /// Loads 16 bytes.
 template <class T>
 KVTRIM_DEVICE Vector16<T> load_16(const T* p) {
+#if defined(KVTRIM_EMULATED)
+  emulator::check_aligned(p, 16);
+#endif
   const uint4 raw = *reinterpret_cast<const uint4*>(p);
   Vector16<T> v;
   memcpy(&v, &raw, 16);

@@ -62,7 +62,7 @@ KVTRIM_DEVICE DevicePlace new_place(const DevicePlan& plan,
                                     std::int32_t row) {
   const std::int32_t at = row + first_row;
   const std::int32_t* const pages = plan.pages_of(table) + at / plan.page_size;
-  return {PageId{pages[0]}, PageId{pages[plan.max_pages]}, Slot{at % plan.page_size}};
+  return {PageId{pages[0]}, PageId{pages[plan.entries]}, Slot{at % plan.page_size}};
 }
 KVTRIM_DEVICE std::byte* row_in(const RowPlane& p, LayerId l, HeadId h, const DevicePlace& at) {
   return p.row(l, p.of_values ? at.v_page : at.k_page, h, at.slot);
@@ -309,7 +309,7 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(move_threads, 2)
     const bool moves_pages = removal == Removal::stable_pack && chain.table.spare_pages == 0;
     if (which < in_pages && !moves_pages) { continue; }
     chain.rows = plan.rows_of(index);
-    chain.sources = plan.sources + chain.table_index * plan.max_pages;
+    chain.sources = plan.sources_of(chain.table_index);
     chain.end = chain.table.live_after;
     chain.begin =
         moves_pages ? chain.end - static_cast<std::int32_t>(plan.head_plans[index].moved) : 0;

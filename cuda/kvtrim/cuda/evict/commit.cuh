@@ -44,7 +44,7 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(table_threads)
     __syncthreads();  // thread 0 writes what `state` reads
     std::int32_t* const k = out.ids + view.table.rows(s, l, h) * view.table.row_stride;
     const std::int32_t* const k_pages = plan.pages_of(i);
-    const std::int32_t* const sources = plan.sources + i * plan.max_pages;
+    const std::int32_t* const sources = plan.sources_of(i);
     // An entry that stays keeps its flag bits. None moves up, so a tile that was read may be overwritten.
     const std::int32_t before = table.pages_before + table.reserved_before;
     for (std::int32_t base = 0; base < before; base += table_threads) {
@@ -59,7 +59,7 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(table_threads)
       };
       const std::int32_t k_entry = entry_of(0, used ? k_pages[e] : raw(null_page));
       const std::int32_t v_entry =
-          entry_of(view.table.v_offset, used ? k_pages[plan.max_pages + e] : raw(null_page));
+          entry_of(view.table.v_offset, used ? k_pages[plan.entries + e] : raw(null_page));
       __syncthreads();
       if (e < before) {
         if (view.table.v_offset != 0) { k[e + view.table.v_offset] = v_entry; }

@@ -77,6 +77,25 @@ struct HeadPlace {
 };
 }  // namespace detail
 
+/// Bounds of a plan. A cache whose sequences are never all as long as the longest one says how many rows they have in all.
+struct PlanBounds : PlanShape {
+  std::int64_t total_rows =
+      0;  ///< rows of all sequences, padding, holes and rows of reserved pages included; 0: max_rows each
+
+  PlanBounds() = default;
+  PlanBounds(const PlanShape& shape, std::int64_t total = 0) noexcept
+      : PlanShape(shape), total_rows(total) {}
+
+  /// Entries of all page tables at most.
+  [[nodiscard]] std::int64_t entries() const noexcept {
+    const std::int64_t tables = tables_of(scope, layers, kv_heads);
+    const std::int32_t size = page_size < 1 ? 1 : page_size;
+    const std::int64_t all = static_cast<std::int64_t>(sequences) * pages_for(max_rows, size);
+    const std::int64_t some = total_rows / size + sequences;  // each may end within a page
+    return tables * (total_rows > 0 && some < all ? some : all);
+  }
+};
+
 /// A plan's arrays on the device, by the bounds of its shape. Trivially copyable.
 struct DevicePlan {
   std::int32_t sequences = 0;
@@ -86,21 +105,22 @@ struct DevicePlan {
   std::int32_t page_size = 1;
   std::int32_t max_rows = 0;
   std::int32_t max_pages = 0;
+  std::int64_t entries = 0;  ///< room for page table entries, of all tables
   TableScope scope = TableScope::group;
   DeviceReport* report = nullptr;    ///< [1]
   TablePlan* table_plans = nullptr;  ///< [sequences, tables]: new lengths, ways of removal
   HeadPlan* head_plans = nullptr;    ///< [sequences, layers, kv_heads]
-  std::int32_t* rows =
-      nullptr;  ///< [sequences, layers, kv_heads, max_rows]: kept rows, then the others
-  std::int32_t* pages = nullptr;  ///< [sequences, tables, 2, max_pages]: K and V ids afterwards
-  std::int32_t* sources =
-      nullptr;  ///< [sequences, tables, max_pages]: entry that each had before; -1: a spare page
+  /// By `rows_of`: kept rows, then the others; null: there is no room for such lists, which plans by pages do not need
+  std::int32_t* rows = nullptr;
+  std::int32_t* pages = nullptr;    ///< [2, entries]: K ids afterwards, by `pages_of`; V ids
+  std::int32_t* sources = nullptr;  ///< [entries]: entry that each had before; -1: a spare page
+  std::int32_t* entry_starts = nullptr;  ///< [sequences, tables] + 1: where a table's entries begin
   std::int32_t* released =
       nullptr;  ///< [report->released]: ids that leave a table, tail first per table
   SelectTask* tasks = nullptr;            ///< internal
   std::int32_t* active = nullptr;         ///< internal: [sequences, tables]: rows compete by score
   std::int32_t* nan_counts = nullptr;     ///< internal: [sequences, layers, kv_heads]
-  std::int32_t* released_rows = nullptr;  ///< internal: [sequences, tables, 2 * max_pages]
+  std::int32_t* released_rows = nullptr;  ///< internal: [2 * entries]
   std::int32_t* tile_starts = nullptr;    ///< internal: [heads + 1]
   std::int32_t* list_starts =
       nullptr;  ///< internal: [sequences, tables, 2]: in `released`, in the spare pages
@@ -136,20 +156,49 @@ struct DevicePlan {
                                                             std::int32_t t) const noexcept {
     return static_cast<std::int64_t>(raw(s)) * tables + t;
   }
-  /// Rows of a KV head: kept ones first.
-  [[nodiscard]] KVTRIM_HOST_DEVICE std::int32_t* rows_of(std::int64_t head) const noexcept {
-    return rows + head * max_rows;
+  /// Where what is listed by entry for each head begins for a KV head: a table's heads are neighbours. On the device.
+  [[nodiscard]] KVTRIM_HOST_DEVICE std::int64_t first_of(std::int64_t head) const noexcept {
+    const detail::HeadPlace at = head_at(head);
+    const std::int32_t t = table_of(scope, kv_heads, at.l, at.h);
+    const std::int64_t table = table_index(at.s, t);
+    const std::int32_t heads = heads_a_table();
+    const std::int32_t mine = scope == TableScope::group   ? raw(at.l) * kv_heads + raw(at.h)
+                              : scope == TableScope::layer ? raw(at.h)
+                                                           : 0;
+    return static_cast<std::int64_t>(first_entry(table)) * heads +
+           static_cast<std::int64_t>(mine) * room(table);
   }
-  /// K ids of a table afterwards; V ids are `max_pages` further on.
+  /// KV heads that one table serves.
+  [[nodiscard]] KVTRIM_HOST_DEVICE std::int32_t heads_a_table() const noexcept {
+    return scope == TableScope::group   ? layers * kv_heads
+           : scope == TableScope::layer ? kv_heads
+                                        : 1;
+  }
+  /// Rows of a KV head: kept ones first. On the device.
+  [[nodiscard]] KVTRIM_HOST_DEVICE std::int32_t* rows_of(std::int64_t head) const noexcept {
+    return rows + first_of(head) * page_size;
+  }
+  /// First entry of a table, and how many it has.
+  [[nodiscard]] KVTRIM_HOST_DEVICE std::int32_t first_entry(std::int64_t table) const noexcept {
+    return entry_starts[table];
+  }
+  [[nodiscard]] KVTRIM_HOST_DEVICE std::int32_t room(std::int64_t table) const noexcept {
+    return entry_starts[table + 1] - entry_starts[table];
+  }
+  /// K ids of a table afterwards; V ids are `entries` further on. On the device.
   [[nodiscard]] KVTRIM_HOST_DEVICE std::int32_t* pages_of(std::int64_t table) const noexcept {
-    return pages + table * 2 * max_pages;
+    return pages + first_entry(table);
+  }
+  /// Entries that they had before. On the device.
+  [[nodiscard]] KVTRIM_HOST_DEVICE std::int32_t* sources_of(std::int64_t table) const noexcept {
+    return sources + first_entry(table);
   }
 };
 
 namespace detail {
 
 [[nodiscard]] inline DevicePlan take_plan(WorkspaceLayout& layout,
-                                          const PlanShape& shape) noexcept {
+                                          const PlanBounds& shape) noexcept {
   DevicePlan p;
   p.sequences = shape.sequences;
   p.layers = shape.layers;
@@ -158,6 +207,7 @@ namespace detail {
   p.page_size = shape.page_size;
   p.max_rows = shape.max_rows;
   p.max_pages = pages_for(shape.max_rows, shape.page_size < 1 ? 1 : shape.page_size);
+  p.entries = shape.entries();
   p.scope = shape.scope;
   p.seen_words = (static_cast<std::int64_t>(shape.pages) + 31) / 32;
   p.report = layout.take<DeviceReport>(1);
@@ -169,23 +219,32 @@ namespace detail {
   p.nan_counts = layout.take<std::int32_t>(p.heads());
   p.tile_starts = layout.take<std::int32_t>(p.heads() + 1);
   p.list_starts = layout.take<std::int32_t>(2 * p.all_tables());
-  p.rows = layout.take<std::int32_t>(p.heads() * p.max_rows);
-  p.pages = layout.take<std::int32_t>(p.all_tables() * 2 * p.max_pages);
-  p.sources = layout.take<std::int32_t>(p.all_tables() * p.max_pages);
-  p.released_rows = layout.take<std::int32_t>(p.all_tables() * 2 * p.max_pages);
-  p.released = layout.take<std::int32_t>(p.all_tables() * 2 * p.max_pages);
-  p.released_free = layout.take<std::uint8_t>(p.all_tables() * 2 * p.max_pages);
+  p.entry_starts = layout.take<std::int32_t>(p.all_tables() + 1);
+  p.pages = layout.take<std::int32_t>(2 * p.entries);
+  p.sources = layout.take<std::int32_t>(p.entries);
+  p.released_rows = layout.take<std::int32_t>(2 * p.entries);
+  p.released = layout.take<std::int32_t>(2 * p.entries);
+  p.released_free = layout.take<std::uint8_t>(2 * p.entries);
   p.generations = layout.take<unsigned long long>(p.all_tables());
   p.moved_generations = layout.take<unsigned long long>(p.all_tables());
   p.seen = layout.take<std::uint32_t>(p.tables * p.seen_words);
   return p;
 }
 
+/// Bytes of the lists of rows: the last ones of a workspace, so that a plan by pages needs none.
+[[nodiscard]] inline std::size_t row_list_bytes(const PlanBounds& shape) noexcept {
+  WorkspaceLayout counts;
+  const DevicePlan p = take_plan(counts, shape);
+  WorkspaceLayout layout;
+  static_cast<void>(layout.take<std::int32_t>(p.entries * p.heads_a_table() * p.page_size));
+  return layout.bytes();
+}
+
 }  // namespace detail
 
 /// Device memory of a plan, and the bounds it was sized for. One per stream.
 struct PlanWorkspace {
-  PlanShape shape{};       ///< upper bounds; `max_rows` counts left padding and a hole too
+  PlanBounds shape{};      ///< upper bounds; `max_rows` counts left padding and a hole too
   void* memory = nullptr;  ///< device, aligned to 256 bytes
   std::size_t bytes = 0;   ///< at least `cuda::plan_workspace_bytes(policy, shape)`
 };
@@ -193,8 +252,16 @@ struct PlanWorkspace {
 /// Where the plan in `workspace` lies. Pure: no device memory is read.
 [[nodiscard]] inline DevicePlan device_plan(const PlanWorkspace& workspace) noexcept {
   detail::WorkspaceLayout layout(workspace.memory, workspace.bytes);
-  const DevicePlan p = detail::take_plan(layout, workspace.shape);
-  return layout.ok() ? p : DevicePlan{};
+  DevicePlan p = detail::take_plan(layout, workspace.shape);
+  if (!layout.ok()) { return {}; }
+  const std::size_t lists = detail::row_list_bytes(workspace.shape);
+  const std::size_t end =
+      workspace.bytes / detail::WorkspaceLayout::alignment * detail::WorkspaceLayout::alignment;
+  if (end >= layout.bytes() + lists) {
+    p.rows =
+        reinterpret_cast<std::int32_t*>(static_cast<std::byte*>(workspace.memory) + end - lists);
+  }
+  return p;
 }
 
 }  // namespace kvtrim::cuda

@@ -4,6 +4,7 @@
 // What ranks the rows of a policy on the device: the counterpart of `ScorerOf`.
 
 #include <kvtrim/cuda/detail/device.hpp>
+#include <kvtrim/cuda/evict/device_plan.cuh>
 #include <kvtrim/cuda/observe/detail/queries.cuh>
 #include <kvtrim/cuda/select/top_k.cuh>
 #include <kvtrim/observe/observation.hpp>
@@ -44,6 +45,8 @@ struct ScorerCall {
   void* workspace = nullptr;  ///< device, `workspace_bytes(params, shape)`, aligned to 256 bytes
   std::size_t bytes = 0;
   cudaStream_t stream = nullptr;
+  detail::PlanControl* control =
+      nullptr;  ///< device: what is wrong with an input that lies there goes into it
 };
 
 namespace detail {

@@ -53,15 +53,27 @@ struct DevicePolicy {
   static constexpr bool by_position = std::is_same_v<Scores, NoScores>;
   static constexpr bool by_page = PagePolicy<P>;
 
-  /// Working space besides the plan and the scorer.
-  [[nodiscard]] static std::size_t select_bytes(const PlanShape& shape) noexcept {
-    return by_page ? PageChoice::bytes(shape) : top_k_workspace_bytes(select_bounds(shape));
+  /// Whether rows are listed: not where pages leave by position, or are chosen.
+  [[nodiscard]] static bool lists_rows(Removal removal) noexcept {
+    return !by_page && !(by_position && removal == Removal::drop_pages);
+  }
+  /// Working space of the selection.
+  [[nodiscard]] static std::size_t select_bytes(const PlanBounds& shape, Removal removal) noexcept {
+    return by_page               ? PageChoice::bytes(shape)
+           : lists_rows(removal) ? top_k_workspace_bytes(select_bounds(shape))
+                                 : 0;
   }
   /// Bytes of all of it but the scorer's.
-  [[nodiscard]] static std::size_t bytes(const PlanShape& shape) noexcept {
+  [[nodiscard]] static std::size_t bytes(const PlanBounds& shape, Removal removal) noexcept {
     WorkspaceLayout layout;
     static_cast<void>(take_plan(layout, shape));
-    return layout.bytes() + select_bytes(shape);
+    return layout.bytes() + select_bytes(shape, removal) +
+           (lists_rows(removal) ? row_list_bytes(shape) : 0);
+  }
+  /// The way of removal, before a table is looked at.
+  [[nodiscard]] static Removal removal(const P& policy, Removal asked, bool out_of_place) noexcept {
+    const Removal way = asked == Removal::automatic ? policy.removal() : asked;
+    return way == Removal::automatic || out_of_place ? Removal::stable_pack : way;
   }
   /// Whether a choice of pages is one that adds up in no order: not where page scores of several heads are added.
   [[nodiscard]] static bool order_is_free(const P& policy, const CacheView& view) noexcept {
@@ -128,21 +140,19 @@ template <Policy P, class Ranking>
                                   cudaStream_t stream,
                                   const DevicePlanOptions& options) noexcept {
   using Kind = DevicePolicy<P>;
-  const PlanShape& shape = workspace.shape;
-  const std::size_t select_bytes = Kind::select_bytes(shape);
+  const PlanBounds& shape = workspace.shape;
+  input.removal = Kind::removal(policy, options.removal, options.out_of_place);
+  const std::size_t select_bytes = Kind::select_bytes(shape, input.removal);
   const std::size_t scorer_bytes = ranking.bytes(shape);
-  WorkspaceLayout layout(workspace.memory, workspace.bytes);
-  const DevicePlan made = take_plan(layout, shape);
-  if (!fits(view, shape) || !layout.ok() ||
-      workspace.bytes < layout.bytes() + select_bytes + scorer_bytes || !ranking.check(view) ||
+  WorkspaceLayout layout;
+  static_cast<void>(take_plan(layout, shape));
+  const DevicePlan made = device_plan(workspace);
+  if (!fits(view, shape) || made.report == nullptr ||
+      workspace.bytes < Kind::bytes(shape, input.removal) + scorer_bytes || !ranking.check(view) ||
       !Kind::order_is_free(policy, view) ||
       (options.out_of_place &&
        (options.spare_pages == nullptr || options.spare_count == nullptr))) {
     return cudaErrorInvalidValue;
-  }
-  input.removal = options.removal == Removal::automatic ? policy.removal() : options.removal;
-  if (input.removal == Removal::automatic || options.out_of_place) {
-    input.removal = Removal::stable_pack;
   }
   input.named = options.removal != Removal::automatic;
   input.out_of_place = options.out_of_place;
@@ -165,6 +175,7 @@ template <Policy P, class Ranking>
   if (e == cudaSuccess) {
     e = launch(check_kernel<>, tables, threads, 0, stream, view, made, CheckPass::plan);
   }
+  if (e == cudaSuccess) { e = launch(starts_kernel<>, dim3(1), threads, 0, stream, made); }
   if (e == cudaSuccess) { e = check_device_layout(view, made, stream); }
   if (e == cudaSuccess) {
     e = launch(open_kernel<P>,
@@ -178,7 +189,8 @@ template <Policy P, class Ranking>
                input);
   }
   RowScores rows;
-  const ScorerCall call{shape, made.active, rest + select_bytes, scorer_bytes, stream};
+  const ScorerCall call{
+      shape, made.active, rest + select_bytes, scorer_bytes, stream, made.control};
   if (e == cudaSuccess) { e = ranking.launch(view, call, rows); }
   if (e != cudaSuccess) { return e; }
   CloseInput closing{Kind::by_position, options.out_of_place, nullptr, options.reserved};
@@ -199,7 +211,7 @@ template <Policy P, class Ranking>
                choice);
     if (e != cudaSuccess) { return e; }
     e = launch(choose_pages_kernel<>, tables, block, 0, stream, view, made, policy.unit(), choice);
-  } else if (!(Kind::by_position && input.removal == Removal::drop_pages)) {
+  } else if (Kind::lists_rows(input.removal)) {
     e = top_k(rows,
               made.tasks,
               select_bounds(shape),
@@ -222,17 +234,25 @@ template <Policy P, class Ranking>
 }  // namespace detail
 
 /// Device bytes that `plan` needs for views within `shape`. Pure, monotone in every field, a multiple of 256.
+///
+/// \param options  as the plan's: another way of removal than the policy's own may need lists of rows
 template <Policy P>
-[[nodiscard]] std::size_t plan_workspace_bytes(const P& policy, const PlanShape& shape) noexcept {
+[[nodiscard]] std::size_t plan_workspace_bytes(const P& policy,
+                                               const PlanBounds& shape,
+                                               const DevicePlanOptions& options = {}) noexcept {
+  using Kind = detail::DevicePolicy<P>;
   const DeviceObservation none;
-  return detail::DevicePolicy<P>::bytes(shape) + detail::OwnScores<P>{policy, none}.bytes(shape);
+  return Kind::bytes(shape, Kind::removal(policy, options.removal, options.out_of_place)) +
+         detail::OwnScores<P>{policy, none}.bytes(shape);
 }
 /// The same for scores that are given.
 template <Policy P>
-[[nodiscard]] std::size_t plan_workspace_bytes(const P&,
-                                               const PlanShape& shape,
-                                               const GivenScores&) noexcept {
-  return detail::DevicePolicy<P>::bytes(shape);
+[[nodiscard]] std::size_t plan_workspace_bytes(const P& policy,
+                                               const PlanBounds& shape,
+                                               const GivenScores&,
+                                               const DevicePlanOptions& options = {}) noexcept {
+  using Kind = detail::DevicePolicy<P>;
+  return Kind::bytes(shape, Kind::removal(policy, options.removal, options.out_of_place));
 }
 
 /// Plans what an eviction by `policy` does to every sequence of `view`. Writes nothing except the workspace.

@@ -26,6 +26,7 @@ template <Policy P>
   const SharedBytes keys = keys_fit(bounds) ? key_bytes(bounds) : SharedBytes{};
   const cudaError_t all[] = {load(clear_kernel<>),
                              load(check_kernel<>),
+                             load(starts_kernel<>),
                              load(layout_kernel<>),
                              load(more_planes_kernel<>),
                              load(open_kernel<P>),

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// SnapKV's scores inside a device plan. Separate from device_scorer.cuh, because it brings all score kernels with it.
+// Scores of the window (SnapKV, PyramidKV, PageSelector, TOVA) inside a device plan. Separate from device_scorer.cuh, because it brings all score kernels with it.
 
 #include <kvtrim/cuda/detail/device.hpp>
 #include <kvtrim/cuda/evict/device_scorer.cuh>
 #include <kvtrim/cuda/score/window.cuh>
+#include <kvtrim/policy/tova.hpp>
 #include <kvtrim/policy/window_params.hpp>
 
 #include <cstddef>
@@ -82,6 +83,101 @@ struct DeviceScorer<WindowParams> {
                          static_cast<std::byte*>(call.workspace) + layout.bytes(),
                          call.bytes - layout.bytes(),
                          call.stream);
+  }
+};
+
+namespace detail {
+
+inline constexpr int layer_threads = 256;
+
+// A block: a layer of a sequence. One set of scores for its heads, which must hold the same tokens in the same rows: the mean,
+// added up in the host's order.
+template <class = void>
+__global__ void KVTRIM_LAUNCH_BOUNDS(layer_threads) layer_mean_kernel(CacheView view,
+                                                                      std::int32_t max_rows,
+                                                                      const std::int32_t* active,
+                                                                      SequencePlane scores,
+                                                                      PlanControl* control) {
+  if (failed_before(control, phase_open)) { return; }  // the lengths cannot be trusted
+  for (std::int32_t i = static_cast<std::int32_t>(blockIdx.x); i < view.sequences * view.layers;
+       i += static_cast<std::int32_t>(gridDim.x)) {
+    const SequenceId s{i / view.layers};
+    const LayerId l{i % view.layers};
+    const std::int32_t extent = bounded_extent(view, s, l, HeadId{0}, max_rows);
+    const std::int32_t hole = view.state(s, l, HeadId{0}).append_row;
+    bool same = true;
+    bool any = false;
+    for (std::int32_t h = 0; h < view.kv_heads; ++h) {
+      const HeadId head{h};
+      same = same && bounded_extent(view, s, l, head, max_rows) == extent &&
+             view.state(s, l, head).append_row == hole;
+      any = any || active[view.table_index(s, view.table_of(l, head))] != 0;
+    }
+    const bool one_order = !view.positions || view.positions.head_stride == 0;
+    for (std::int32_t r = static_cast<std::int32_t>(threadIdx.x); same && r < extent;
+         r += layer_threads) {
+      float sum = 0;
+      for (std::int32_t h = 0; h < view.kv_heads && r != hole; ++h) {
+        const HeadId head{h};
+        same = same &&
+               (one_order || view.position(s, l, head, r) == view.position(s, l, HeadId{0}, r));
+        if (!any) { continue; }
+        const float x = *reinterpret_cast<const float*>(scores.row(s, l, head, r));
+        sum = h == 0 ? x : __fadd_rn(sum, x);
+      }
+      if (!any) { continue; }
+      sum = __fdiv_rn(sum, static_cast<float>(view.kv_heads));
+      for (std::int32_t h = 0; h < view.kv_heads; ++h) {
+        *reinterpret_cast<float*>(scores.row(s, l, HeadId{h}, r)) = sum;
+      }
+    }
+    if (!same) { note_fault(control, phase_length, i, Status::bad_observation); }
+  }
+}
+
+}  // namespace detail
+
+/// The attention of the last query, one set of scores for the KV heads of a layer.
+template <>
+struct DeviceScorer<TovaParams> {
+  using Window = DeviceScorer<WindowParams>;
+  static constexpr bool by_position = false;
+  static constexpr WindowParams window{.window = 1, .kernel = 1, .own_columns = true};
+
+  [[nodiscard]] static constexpr bool reads_positions(const TovaParams&) noexcept { return true; }
+  [[nodiscard]] static cudaError_t prepare(const TovaParams&,
+                                           const CacheView& view,
+                                           const DeviceObservation& obs) noexcept {
+    const cudaError_t e = detail::load(detail::layer_mean_kernel<>);
+    return e != cudaSuccess ? e : Window::prepare(window, view, obs);
+  }
+  [[nodiscard]] static std::size_t workspace_bytes(const TovaParams&,
+                                                   const PlanShape& shape) noexcept {
+    return Window::workspace_bytes(window, shape);
+  }
+  [[nodiscard]] static bool check(const TovaParams&,
+                                  const CacheView& view,
+                                  const DeviceObservation& obs) noexcept {
+    return Window::check(window, view, obs);
+  }
+  [[nodiscard]] static cudaError_t launch(const TovaParams&,
+                                          const CacheView& view,
+                                          const DeviceObservation& obs,
+                                          const ScorerCall& call,
+                                          RowScores& rows) noexcept {
+    const cudaError_t e = Window::launch(window, view, obs, call, rows);
+    if (e != cudaSuccess) { return e; }
+    const std::int64_t layers = static_cast<std::int64_t>(view.sequences) * view.layers;
+    return detail::launch(detail::layer_mean_kernel<>,
+                          dim3(detail::bounded_grid(layers)),
+                          dim3(detail::layer_threads),
+                          0,
+                          call.stream,
+                          view,
+                          call.shape.max_rows,
+                          call.active,
+                          rows.scores,
+                          call.control);
   }
 };
 

@@ -64,11 +64,13 @@ KVTRIM_DEVICE double warp_sum(double x) {
   return x;
 }
 
-/// Length of a key, by a warp; NaN if a feature is not finite. `direction`: also the product with it.
-KVTRIM_DEVICE double key_length(const Plane& k,
-                                const std::byte* row,
-                                const float* direction,
-                                double& product) {
+/// A key, by a warp.
+struct KeyLength {
+  float root;      // its length is root * unit; NaN if a feature is not finite
+  double unit;     // a power of two, so that neither the root nor the product overflows or vanishes
+  double product;  // with a direction
+};
+KVTRIM_DEVICE KeyLength key_length(const Plane& k, const std::byte* row, const float* direction) {
   double sum = 0;
   double dot = 0;
   bool bad = false;
@@ -78,19 +80,26 @@ KVTRIM_DEVICE double key_length(const Plane& k,
     sum += static_cast<double>(x) * static_cast<double>(x);
     if (direction != nullptr) { dot += static_cast<double>(x) * static_cast<double>(direction[d]); }
   }
-  product = direction == nullptr ? 0 : warp_sum(dot);
   sum = warp_sum(sum);
-  return __any_sync(full_warp, bad ? 1 : 0) != 0 ? static_cast<double>(not_a_number) : sqrt(sum);
+  constexpr double up = 0x1p96;
+  constexpr double down = 0x1p-96;
+  const double unit = sum > 1e30 ? up : sum < 1e-30 ? down : 1.0;
+  const double inverse = sum > 1e30 ? down : sum < 1e-30 ? up : 1.0;
+  const bool finite = __any_sync(full_warp, bad ? 1 : 0) == 0;
+  return {finite ? __fsqrt_rn(static_cast<float>(sum * inverse * inverse)) : not_a_number,
+          unit,
+          direction == nullptr ? 0 : warp_sum(dot) * inverse};
 }
 
 struct DirectionShared {
-  double norms[key_rows];
+  float scale[key_rows];    // a power of two
+  float inverse[key_rows];  // one over the length of the key times that; 0: it takes no part
   BlockScan<key_threads, double> sums;
 };
 
 // A block: one KV head. Thread t: features t, t + 256, ... of the sum of its normalised keys, then of their direction.
 template <class = void>
-__global__ void KVTRIM_LAUNCH_BOUNDS(key_threads) key_direction_kernel(KeyScoreArgs a) {
+__global__ void KVTRIM_LAUNCH_BOUNDS(key_threads, 2) key_direction_kernel(KeyScoreArgs a) {
   KVTRIM_SHARED(DirectionShared, shared, );
   const CacheView& view = a.view;
   const auto thread = static_cast<std::int32_t>(threadIdx.x);
@@ -113,17 +122,20 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(key_threads) key_direction_kernel(KeyScoreA
       for (std::int32_t base = 0; base < extent; base += key_rows) {
         for (std::int32_t i = warp; i < key_rows; i += key_warps) {
           const std::int32_t row = base + i;
-          double none = 0;
-          const double norm = row < extent && row != hole
-                                  ? key_length(view.k, view.key(s, l, h, row), nullptr, none)
-                                  : 0;
-          if ((thread & 31) == 0) { shared.norms[i] = norm; }
+          KeyLength length{0, 1, 0};
+          if (row < extent && row != hole) {
+            length = key_length(view.k, view.key(s, l, h, row), nullptr);
+          }
+          if ((thread & 31) == 0) {
+            shared.scale[i] = length.unit > 1 ? 0x1p-96F : length.unit < 1 ? 0x1p96F : 1.0F;
+            shared.inverse[i] = length.root > 0 ? __frcp_rn(length.root) : 0;  // NaN is not above
+          }
         }
         __syncthreads();
         for (std::int32_t i = 0; i < key_rows && d < view.k.head_dim; ++i) {
-          if (!(shared.norms[i] > 0)) { continue; }  // NaN takes no part
-          sum += static_cast<double>(key_feature(view.k, view.key(s, l, h, base + i), d)) /
-                 shared.norms[i];
+          if (shared.inverse[i] == 0) { continue; }
+          const float x = key_feature(view.k, view.key(s, l, h, base + i), d);
+          sum += static_cast<double>(x * shared.scale[i] * shared.inverse[i]);
         }
         __syncthreads();
       }
@@ -131,10 +143,9 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(key_threads) key_direction_kernel(KeyScoreA
       // Of an unknown length as yet: in fp32 it can neither overflow nor vanish, since each key adds at most 1.
       if (d < view.k.head_dim) { out[d] = static_cast<float>(sum); }
     }
-    const double length = sqrt(block_sum(squares, shared.sums));
-    for (std::int32_t d = thread; d < view.k.head_dim && length > 0; d += key_threads) {
-      out[d] = static_cast<float>(static_cast<double>(out[d]) / length);
-    }
+    const float length = __fsqrt_rn(static_cast<float>(block_sum(squares, shared.sums)));
+    const float inverse = length > 0 ? __frcp_rn(length) : 0;
+    for (std::int32_t d = thread; d < view.k.head_dim; d += key_threads) { out[d] *= inverse; }
   }
 }
 
@@ -161,13 +172,13 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(key_threads) key_scores_kernel(KeyScoreArgs
       if (row >= tile.extent) { break; }
       float score = 0;  // of a hole, or of a key without a direction
       if (row != tile.hole) {
-        double dot = 0;
         const std::byte* const key = view.key(tile.sequence, tile.layer, tile.head, row);
-        const double length = key_length(view.k, key, direction, dot);
+        const KeyLength length = key_length(view.k, key, direction);
         if (direction == nullptr) {
-          score = -static_cast<float>(length * static_cast<double>(scale));
-        } else if (length != 0) {
-          score = -static_cast<float>(dot / length);
+          score = -static_cast<float>(static_cast<double>(length.root) * length.unit *
+                                      static_cast<double>(scale));
+        } else if (length.root != 0) {
+          score = -__fdiv_rn(static_cast<float>(length.product), length.root);
         }
       }
       if ((threadIdx.x & 31U) == 0) {

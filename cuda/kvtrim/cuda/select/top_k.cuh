@@ -16,6 +16,7 @@
 #include <kvtrim/cuda/select/detail/radix.cuh>
 #include <kvtrim/observe/plan_shape.hpp>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
@@ -32,6 +33,7 @@ struct SelectTask {
   std::int32_t next_position = 0;  ///< of the sequence, for age normalisation
   std::int32_t ordered = 1;  ///< entries are in position order; 0 needs `RowScores::positions`
   std::int32_t active = 0;   ///< 0: nothing is chosen, nothing is written
+  std::int64_t list = -1;    ///< where its rows begin in `out`; -1: at item * max_rows
 };
 
 /// Scores of all KV heads. Higher is kept.
@@ -58,6 +60,7 @@ inline constexpr std::uint32_t key_none = 0xFFFF'FFFEU;
 inline constexpr int select_chunk = 8192;  // entries per block if several share a KV head
 inline constexpr int shared_keys_at_most = 48 * 1024;
 inline constexpr int long_rows = 16 * 1024;
+inline constexpr int most_shared_heads = 256;  // that have workspace, whatever the device
 
 [[nodiscard]] inline SelectBounds select_bounds(const PlanShape& shape) noexcept {
   return {shape.sequences, shape.layers, shape.kv_heads, shape.max_rows};
@@ -73,6 +76,10 @@ KVTRIM_DEVICE SelectItem item_of(const SelectBounds& bounds, int item) {
   return {SequenceId{item / (bounds.layers * bounds.kv_heads)},
           LayerId{item / bounds.kv_heads % bounds.layers},
           HeadId{item % bounds.kv_heads}};
+}
+
+KVTRIM_DEVICE std::int64_t list_of(const SelectTask& task, const SelectBounds& bounds, int item) {
+  return task.list >= 0 ? task.list : static_cast<std::int64_t>(item) * bounds.max_rows;
 }
 
 /// Rows that stay besides the protected ones; below 1, scores are not looked at.
@@ -263,7 +270,7 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(select_threads, 1) select_kernel(RowScores 
         return key < key_none;
       });
     }
-    std::int32_t* const mine = out + static_cast<std::int64_t>(item) * bounds.max_rows;
+    std::int32_t* const mine = out + list_of(task, bounds, item);
     if (!by_position || wanted <= 0 || wanted >= competing) {
       emit_entries(0,
                    task.extent,
@@ -492,14 +499,14 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(select_threads)
           return key_of(rows, at, task, range, e, ignored);
         },
         FirstTiesStay{},
-        out + static_cast<std::int64_t>(item) * bounds.max_rows);
+        out + list_of(task, bounds, item));
   }
 }
 
 /// Whether several blocks share a KV head.
 [[nodiscard]] inline bool shares_heads(const SelectBounds& b) noexcept {
-  return b.max_rows > long_rows &&
-         static_cast<std::int64_t>(b.sequences) * b.layers * b.kv_heads < multiprocessors();
+  return b.max_rows > long_rows && static_cast<std::int64_t>(b.sequences) * b.layers * b.kv_heads <
+                                       std::min(most_shared_heads, multiprocessors());
 }
 /// Shared memory of `select_kernel<true>`: a key per entry.
 [[nodiscard]] inline SharedBytes key_bytes(const SelectBounds& b) noexcept {
@@ -515,7 +522,9 @@ struct SelectWorkspace {
   std::uint32_t* chunk_counts = nullptr;
 
   static SelectWorkspace take(WorkspaceLayout& layout, const SelectBounds& b) noexcept {
-    const std::int64_t items = static_cast<std::int64_t>(b.sequences) * b.layers * b.kv_heads;
+    const std::int64_t all = static_cast<std::int64_t>(b.sequences) * b.layers * b.kv_heads;
+    const std::int64_t items =
+        b.max_rows > long_rows ? std::min<std::int64_t>(all, most_shared_heads) : 0;
     const std::int64_t chunks =
         (static_cast<std::int64_t>(b.max_rows) + select_chunk - 1) / select_chunk;
     SelectWorkspace w;
@@ -528,7 +537,7 @@ struct SelectWorkspace {
 
 }  // namespace detail
 
-/// Bytes of workspace of `top_k`. Pure, monotone in every field.
+/// Bytes of workspace of `top_k`: only heads that several blocks share have any. Pure, monotone in every field.
 [[nodiscard]] inline std::size_t top_k_workspace_bytes(const SelectBounds& bounds) noexcept {
   detail::WorkspaceLayout layout;
   static_cast<void>(detail::SelectWorkspace::take(layout, bounds));
@@ -540,8 +549,8 @@ struct SelectWorkspace {
 /// \param rows         scores; planes on the device
 /// \param tasks        device, [sequences, layers, kv_heads]
 /// \param bounds       host bounds; path and workspace depend on nothing else
-/// \param[out] out     device, [sequences, layers, kv_heads, max_rows]: `keep` entries that stay, ascending, then the other
-///   entries (the hole among them), ascending
+/// \param[out] out     device, [sequences, layers, kv_heads, max_rows], or by `SelectTask::list`: `keep` entries that stay,
+///   ascending, then the other entries (the hole among them), ascending
 /// \param[out] nan_counts device, [sequences, layers, kv_heads]: NaN among the scores that compete;
 ///   scores are not looked at if none of those rows can stay
 /// \param workspace    device, [top_k_workspace_bytes(bounds)], aligned to 256 bytes

@@ -127,10 +127,11 @@ KVTRIM_DEVICE void check_table(const CheckedTable& at,
   if (length == Status::ok && (rows > plan.max_rows || entries > plan.max_pages)) {
     length = Status::workspace_too_small;
   }
-  if (length != Status::ok) {
-    if (threadIdx.x == 0) { note_fault(plan.control, phase_length, place, length); }
-    return;
+  if (threadIdx.x == 0) {
+    plan.entry_starts[at.index + 1] = length == Status::ok ? static_cast<std::int32_t>(entries) : 0;
+    if (length != Status::ok) { note_fault(plan.control, phase_length, place, length); }
   }
+  if (length != Status::ok) { return; }
   // Entries that only padding uses are not looked at: null pages may stand there.
   const std::int64_t padding = view.first_row(at.s) / view.page_size;
   unsigned long long sum = threadIdx.x == 0 ? at.counters(0) : 0;
@@ -200,7 +201,7 @@ KVTRIM_DEVICE void leave_out(const CheckedTable& at, const DevicePlan& plan, Sta
 
 // A block: one table.
 template <class = void>
-__global__ void KVTRIM_LAUNCH_BOUNDS(table_threads)
+__global__ void KVTRIM_LAUNCH_BOUNDS(table_threads, 2)
     check_kernel(CacheView view, DevicePlan plan, CheckPass pass) {
   KVTRIM_SHARED(CheckShared, shared, );
   if (pass == CheckPass::commit && plan.control->stage != DeviceStage::applied) { return; }
@@ -230,6 +231,30 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(table_threads)
     } else if (threadIdx.x == 0) {
       atomicAdd(&plan.control->whole, 1);
     }
+  }
+}
+
+struct StartsShared {
+  BlockScan<table_threads, long long> sums;
+};
+
+// One block: where each table's entries begin in the arrays that are indexed by entry.
+template <class = void>
+__global__ void KVTRIM_LAUNCH_BOUNDS(table_threads) starts_kernel(DevicePlan plan) {
+  KVTRIM_SHARED(StartsShared, shared, );
+  if (threadIdx.x == 0) { plan.entry_starts[0] = 0; }
+  long long before = 0;
+  for (std::int64_t base = 0; base < plan.all_tables(); base += table_threads) {
+    const std::int64_t i = base + threadIdx.x;
+    const bool in = i < plan.all_tables();
+    const long long mine = in ? plan.entry_starts[i + 1] : 0;
+    long long here = 0;
+    const long long first = before + block_sum_before(mine, shared.sums, here);
+    if (in) { plan.entry_starts[i + 1] = static_cast<std::int32_t>(first + mine); }
+    before += here;
+  }
+  if (threadIdx.x == 0 && before > plan.entries) {
+    note_fault(plan.control, phase_length, 0, Status::workspace_too_small);
   }
 }
 

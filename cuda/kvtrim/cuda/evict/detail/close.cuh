@@ -20,10 +20,9 @@ namespace kvtrim::cuda::detail {
 
 /// What a closing block is told besides the plan.
 struct CloseInput {
-  bool by_position = false;   // pages stay by the ranks of their rows alone
-  bool out_of_place = false;  // rows go into spare pages
-  const std::uint8_t* stays =
-      nullptr;  // [sequences, tables, max_pages]: pages were chosen; 1: it stays
+  bool by_position = false;             // pages stay by the ranks of their rows alone
+  bool out_of_place = false;            // rows go into spare pages
+  const std::uint8_t* stays = nullptr;  // by entry: pages were chosen; 1: it stays
   ReservedPages reserved = ReservedPages::follow;
 };
 
@@ -73,15 +72,15 @@ struct ClosingTable {
   /// Ids of an entry that leaves: K's, and V's where they are separate.
   KVTRIM_DEVICE std::int32_t ids() const { return view.table.v_offset != 0 ? 2 : 1; }
   KVTRIM_DEVICE void release(std::int32_t e, std::int32_t place) const {
-    std::int32_t* const list = plan.released_rows + index * 2 * plan.max_pages + place * ids();
+    std::int32_t* const list = plan.released_rows + 2 * plan.first_entry(index) + place * ids();
     list[0] = raw(view.k_page(s, l0, h0, e));
     if (ids() == 2) { list[1] = raw(view.v_page(s, l0, h0, e)); }
   }
   KVTRIM_DEVICE void take(std::int32_t to, std::int32_t from) const {
     std::int32_t* const k_pages = plan.pages_of(index);
     k_pages[to] = raw(view.k_page(s, l0, h0, from));
-    k_pages[plan.max_pages + to] = raw(view.v_page(s, l0, h0, from));
-    plan.sources[index * plan.max_pages + to] = from;
+    k_pages[plan.entries + to] = raw(view.v_page(s, l0, h0, from));
+    plan.sources_of(index)[to] = from;
   }
   /// Reserved entries are behind the last page that stays, or leave before all others. Returns how many leave.
   KVTRIM_DEVICE std::int32_t settle_reserved(TablePlan& table) const {
@@ -128,8 +127,8 @@ KVTRIM_DEVICE Status close_drop(const ClosingTable& at, TablePlan& table, const 
   const CacheView& view = at.view;
   const bool by_position = at.input.by_position;
   const std::uint8_t* const chosen =
-      at.input.stays == nullptr ? nullptr : at.input.stays + at.index * at.plan.max_pages;
-  std::int32_t* const flags = at.plan.sources + at.index * at.plan.max_pages;
+      at.input.stays == nullptr ? nullptr : at.input.stays + at.plan.first_entry(at.index);
+  std::int32_t* const flags = at.plan.sources_of(at.index);
   const PageSpan span{table.live_before, table.first_row, view.page_size};
   const std::int32_t padded = pages_for(table.first_row, view.page_size);
   for (std::int32_t e = thread; e < table.pages_before; e += table_threads) {
@@ -158,7 +157,7 @@ KVTRIM_DEVICE Status close_drop(const ClosingTable& at, TablePlan& table, const 
   const std::int32_t reserved_going =
       at.input.reserved == ReservedPages::follow ? 0 : table.reserved_before;
   std::int32_t* const k_pages = at.plan.pages_of(at.index);
-  std::int32_t* const v_pages = k_pages + at.plan.max_pages;
+  std::int32_t* const v_pages = k_pages + at.plan.entries;
   std::int32_t taken = 0;
   std::int32_t rows = 0;
   for (std::int32_t base = 0; base < table.pages_before; base += table_threads) {
@@ -205,7 +204,7 @@ KVTRIM_DEVICE void keep_leading_pages(const ClosingTable& at,
        e += table_threads) {
     if (e < table.pages_after) {
       at.take(e, e);
-      if (e >= released_from) { at.plan.sources[at.index * at.plan.max_pages + e] = -1; }
+      if (e >= released_from) { at.plan.sources_of(at.index)[e] = -1; }
     }
     if (e >= released_from) { at.release(e, reserved_going + table.pages_before - 1 - e); }
   }
@@ -284,8 +283,8 @@ KVTRIM_DEVICE bool same_kept_rows(const DevicePlan& plan, std::int64_t a, std::i
 }
 /// The same of the pages that were chosen for two tables.
 KVTRIM_DEVICE bool same_pages(const ClosingTable& at, const TablePlan& table, std::int64_t other) {
-  const std::uint8_t* const a = at.input.stays + at.index * at.plan.max_pages;
-  const std::uint8_t* const b = at.input.stays + other * at.plan.max_pages;
+  const std::uint8_t* const a = at.input.stays + at.plan.first_entry(at.index);
+  const std::uint8_t* const b = at.input.stays + at.plan.first_entry(other);
   bool differs = false;
   for (std::int32_t e = static_cast<std::int32_t>(threadIdx.x); e < table.pages_before;
        e += table_threads) {

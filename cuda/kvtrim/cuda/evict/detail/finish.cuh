@@ -173,14 +173,14 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(table_threads)
   for (std::int64_t i = blockIdx.x; i < plan.all_tables(); i += gridDim.x) {
     const TablePlan table = plan.table_plans[i];
     if (!table.evicts) { continue; }
-    const std::int32_t* const list = plan.released_rows + i * 2 * plan.max_pages;
+    const std::int32_t* const list = plan.released_rows + 2 * plan.first_entry(i);
     std::int32_t* const released = plan.released + plan.list_starts[2 * i];
     for (std::int32_t k = thread; k < table.released; k += table_threads) { released[k] = list[k]; }
     const std::int32_t* const spares = options.spare_pages + plan.list_starts[2 * i + 1];
     std::int32_t* const k_pages = plan.pages_of(i) + table.first_row / view.page_size;
     for (std::int32_t k = thread; k < table.spare_pages; k += table_threads) {
       k_pages[k] = spares[k * each];
-      k_pages[plan.max_pages + k] = spares[k * each + each - 1];
+      k_pages[plan.entries + k] = spares[k * each + each - 1];
     }
   }
 }

@@ -120,6 +120,7 @@ __global__ void open_kernel(P policy, CacheView view, DevicePlan plan, OpenInput
     task.next_position = state.next_position;
     task.ordered = state.ordered || !view.positions ? 1 : 0;
     task.active = !evicts || (input.by_position && input.removal == Removal::drop_pages) ? 0 : 1;
+    task.list = plan.first_of(i) * plan.page_size;
     plan.tasks[i] = task;
     if (!leads) { continue; }
     TablePlan table;

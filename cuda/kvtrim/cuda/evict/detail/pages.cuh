@@ -24,18 +24,18 @@ namespace kvtrim::cuda::detail {
 
 /// Working space of a choice of pages.
 struct PageChoice {
-  float* scores = nullptr;        // [sequences, layers, kv_heads, max_pages]
-  std::uint8_t* stays = nullptr;  // [sequences, tables, max_pages]
+  float* scores = nullptr;        // by entry, for each head of a table
+  std::uint8_t* stays = nullptr;  // by entry
 
-  static PageChoice take(WorkspaceLayout& layout, const PlanShape& shape) noexcept {
+  static PageChoice take(WorkspaceLayout& layout, const PlanBounds& shape) noexcept {
     WorkspaceLayout counts;
     const DevicePlan p = take_plan(counts, shape);
     PageChoice c;
-    c.scores = layout.take<float>(p.heads() * p.max_pages);
-    c.stays = layout.take<std::uint8_t>(p.all_tables() * p.max_pages);
+    c.scores = layout.take<float>(p.entries * p.heads_a_table());
+    c.stays = layout.take<std::uint8_t>(p.entries);
     return c;
   }
-  static std::size_t bytes(const PlanShape& shape) noexcept {
+  static std::size_t bytes(const PlanBounds& shape) noexcept {
     WorkspaceLayout layout;
     static_cast<void>(take(layout, shape));
     return layout.bytes();
@@ -136,7 +136,7 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(select_threads) page_scores_kernel(
       const float x = score_of(rows, at, task, e);
       return order_key(x) == 0 ? floor : x;
     };
-    float* const out = choice.scores + i * plan.max_pages;
+    float* const out = choice.scores + plan.first_of(i);
     for (std::int32_t p = thread; p < span.pages(); p += select_threads) {
       out[p] =
           static_cast<float>(page_score(params, span.begin(p), span.end(p), score) * shared.norm);
@@ -148,11 +148,12 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(select_threads) page_scores_kernel(
 struct ChooseShared {
   SelectShared select;
   BlockScan<select_threads, std::int32_t> counts;
+  std::int32_t begin;  // first page that competes
 };
 
 // A block: one set of pages, of all tables of a unit.
 template <class = void>
-__global__ void KVTRIM_LAUNCH_BOUNDS(select_threads)
+__global__ void KVTRIM_LAUNCH_BOUNDS(select_threads, 2)
     choose_pages_kernel(CacheView view, DevicePlan plan, PageUnit unit, PageChoice choice) {
   KVTRIM_SHARED(ChooseShared, shared, );
   if (failed_before(plan.control, phase_select)) { return; }
@@ -170,10 +171,11 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(select_threads)
     bool unequal = false;
     for (std::int32_t other = t + thread; other < end; other += select_threads) {
       const TablePlan table = plan.table_plans[i + other - t];
-      const SelectTask theirs =
+      const SelectTask its =
           plan.tasks[plan.head_index(s, view.first_layer(other), view.first_head(other))];
-      unequal = unequal || table.evicts != first.evicts || table.live_before != first.live_before ||
-                theirs.keep != task.keep;
+      unequal = unequal || plan.room(i + other - t) != plan.room(i) ||
+                table.evicts != first.evicts || table.live_before != first.live_before ||
+                its.keep != task.keep;
     }
     if (__syncthreads_or(unequal) != 0) {
       if (thread == 0) { note_fault(plan.control, phase_select, i, Status::unequal_budget); }
@@ -182,44 +184,48 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(select_threads)
     if (!first.evicts) { continue; }
     // The heads of all tables of a unit are neighbours.
     const std::int32_t heads = (end - t) * view.layers_per_table() * view.heads_per_table();
-    float* const scores = choice.scores + first_head * plan.max_pages;
+    float* const scores = choice.scores + plan.first_of(first_head);
+    const std::int32_t each = plan.room(i);  // the same for all tables: as many rows are live
     for (std::int32_t p = thread; p < first.pages_before; p += select_threads) {
       float best = scores[p];
       for (std::int32_t h = 1; h < heads; ++h) {
-        const float x = scores[static_cast<std::int64_t>(h) * plan.max_pages + p];
+        const float x = scores[static_cast<std::int64_t>(h) * each + p];
         best = best < x ? x : best;
       }
       scores[p] = best;
     }
     __syncthreads();
+    // Pages with a protected row, and partly filled ones, are at either end: those that compete are neighbours.
     const PageSpan span{first.live_before, first.first_row, view.page_size};
-    const auto fixed = [&](std::int32_t p) {
-      return span.begin(p) < task.begin || span.end(p) > task.end ||
-             span.end(p) - span.begin(p) < span.page_size;
-    };
-    std::int32_t rows = 0;
+    if (thread == 0) { shared.begin = first.pages_before; }
+    __syncthreads();
     std::int32_t competing = 0;
     for (std::int32_t p = thread; p < first.pages_before; p += select_threads) {
-      if (fixed(p)) { rows += span.end(p) - span.begin(p); }
-      competing += fixed(p) ? 0 : 1;
+      const std::int32_t begin = span.begin(p);
+      const std::int32_t stop = span.end(p);
+      const bool fixed = begin < task.begin || stop > task.end || stop - begin < span.page_size;
+      if (!fixed && competing == 0) { atomicMin(&shared.begin, p); }
+      competing += fixed ? 0 : 1;
     }
-    rows = block_sum(rows, shared.counts);
     competing = block_sum(competing, shared.counts);
+    const std::int32_t begin = shared.begin;
+    const std::int32_t rows = first.live_before - competing * span.page_size;
     const std::int32_t fit = (task.keep - rows) / span.page_size;
     const std::int32_t room = fit < 0 ? 0 : fit < competing ? fit : competing;
     RadixState threshold{0, 0};
+    const float* const theirs = scores + begin;
     if (room > 0 && room < competing) {
       threshold = block_radix_select(
-          first.pages_before, room, shared.select, [&](std::int32_t p, std::uint32_t& key) {
-            key = order_key(scores[p]);
-            return !fixed(p);
+          competing, room, shared.select, [theirs](std::int32_t p, std::uint32_t& key) {
+            key = order_key(theirs[p]);
+            return true;
           });
     }
     std::int32_t ties_before = 0;
     for (std::int32_t base = 0; base < first.pages_before; base += select_threads) {
       const std::int32_t p = base + thread;
       const bool in = p < first.pages_before;
-      const bool competes = in && !fixed(p);
+      const bool competes = in && p >= begin && p < begin + competing;
       const std::uint32_t key = competes ? order_key(scores[p]) : 0;
       std::int32_t here = 0;
       const bool tied = competes && key == threshold.prefix;
@@ -228,7 +234,7 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(select_threads)
       const bool best = room >= competing ||
                         (room > 0 && (key > threshold.prefix || (tied && rank < threshold.left)));
       for (std::int32_t other = 0; in && other < end - t; ++other) {
-        choice.stays[(i + other) * plan.max_pages + p] = !competes || best ? 1 : 0;
+        choice.stays[plan.first_entry(i + other) + p] = !competes || best ? 1 : 0;
       }
     }
     for (std::int32_t other = thread; rows > task.keep && other < end - t;
