@@ -165,9 +165,9 @@ KVTRIM_DEVICE void attend(const AttentionArgs& a,
     }
 
     float scale = a.queries.block.scale;
-    if (a.key_scales.data != nullptr) {
-      scale *= a.key_scales.data[raw(tile.layer) * a.key_scales.layer_stride +
-                                 raw(tile.head) * a.key_scales.head_stride];
+    if (const Scales& scales = a.view.k.scales; scales.base != nullptr) {
+      scale *= *reinterpret_cast<const float*>(scales.base + raw(tile.layer) * scales.layer_stride +
+                                               raw(tile.head) * scales.head_stride);
     }
     constexpr float log2_e = 1.44269504088896340736F;
     const float cap = a.queries.block.soft_cap;
