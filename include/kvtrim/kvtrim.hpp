@@ -22,6 +22,7 @@
 #include <kvtrim/cache/sequence_state.hpp>
 #include <kvtrim/cache/table_update.hpp>
 #include <kvtrim/core/arena.hpp>
+#include <kvtrim/core/block_format.hpp>
 #include <kvtrim/core/compensated.hpp>
 #include <kvtrim/core/config.hpp>
 #include <kvtrim/core/dtype.hpp>

@@ -49,7 +49,7 @@ cudaError_t use_all_kernels(const CacheView& view,
   if (e == cudaSuccess) { e = cuda::commit(workspace, view, tables, stream); }
   if (e == cudaSuccess) {
     e = cuda::accumulate_column_sums(
-        {}, view, {obs.queries, obs.query_dtype}, {}, {}, {}, nullptr, 0, stream);
+        {}, view, {obs.queries, obs.query_dtype}, {}, {}, nullptr, 0, stream);
   }
   if (e == cudaSuccess) {
     e = cuda::accumulate_probabilities({}, view, {}, {}, 1, nullptr, 0, stream);

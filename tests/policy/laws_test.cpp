@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What every policy must obey with the scores that it makes itself. A new policy adds one word to `KVTRIM_POLICIES`; one
 // that is not a `TopRows` says in an `Entry` how it is made. (policy_test.cpp: the same of selection, with given scores.)
+#include <kvtrim/cache/check_layout.hpp>
 #include <kvtrim/observe/recorder.hpp>
 #include <kvtrim/policy/ada_kv.hpp>
 #include <kvtrim/policy/chunk_kv.hpp>
@@ -42,10 +43,12 @@
 
 #include "catch.hpp"
 #include "support/method_world.hpp"
+#include "support/quantised.hpp"
 #include "support/step_world.hpp"
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -240,7 +243,7 @@ struct Law {
   Needs needs;
   std::vector<std::vector<std::int32_t>> (*planned)(MethodWorld&, const CacheView&);
   Status (*status)(MethodWorld&, const CacheView&, const CacheView& sized_by);
-  std::vector<float> (*scores)(MethodWorld&);  // of layer 1, head 1
+  std::vector<float> (*scores)(MethodWorld&, const CacheView&);  // of layer 1, head 1
   Demand (*demand)(std::int32_t tokens, std::int32_t layer);
   PeakPages (*peak)(std::int32_t prompt, std::int32_t new_tokens, std::int32_t chunk, CutTimes);
   TableScope scope;
@@ -284,10 +287,9 @@ Law law_of() {
     std::vector<std::byte> workspace(plan_workspace_bytes(policy, plan_shape(sized_by, obs)));
     return plan(policy, view, obs, workspace).status();
   };
-  law.scores = [](MethodWorld& world) {
+  law.scores = [](MethodWorld& world, const CacheView& view) {
     using Scores = std::remove_cvref_t<decltype(std::declval<const P&>().scorer())>;
     const typename ScorerOf<Scores>::type scorer(E::make(budget).scorer());
-    const CacheView view = world.view();
     const Observation obs = world.observation(E::given_scores);
     REQUIRE(scorer.check(view, obs) == Status::ok);
     std::vector<std::byte> scratch(scorer.scratch_bytes(plan_shape(view, obs)));
@@ -330,6 +332,28 @@ bool as_many_as_demanded(const Law& law,
     }
   }
   return right;
+}
+
+// Scores of quantised rows, and what stays, against the same rows widened beforehand: bit for bit.
+void quantised_rows_score_as_widened(const Law& law) {
+  MethodWorld world(law.setup({.dim = 32, .value_dim = 32, .max_rows = 44, .shuffled = true}));
+  REQUIRE(world.append(0, 37) == Status::ok);
+  for (const test::Quantisation& q : test::quantisations()) {
+    INFO(to_string(q.dtype) << " " << to_string(q.format) << ", scales "
+                            << static_cast<int>(q.scales));
+    const test::QuantisedCache cache(world.view(), q);
+    check_layout(cache.quantised);
+    check_layout(cache.widened);
+    const auto bits = [&](const CacheView& view) {
+      std::vector<std::uint32_t> out;
+      for (const float x : law.scores(world, view)) {
+        out.push_back(std::bit_cast<std::uint32_t>(x));
+      }
+      return out;
+    };
+    CHECK(bits(cache.quantised) == bits(cache.widened));
+    CHECK(law.planned(world, cache.quantised) == law.planned(world, cache.widened));
+  }
 }
 
 void keeps_all_within_the_budget(const Law& law) {
@@ -634,7 +658,7 @@ void scores_none_and_one(const Law& law) {
     for (const Keys keys : {Keys::random, Keys::zero}) {
       MethodWorld world(law.setup({.keys = keys}));
       REQUIRE(world.append(0, tokens) == Status::ok);
-      const auto scores = law.scores(world);
+      const auto scores = law.scores(world, world.view());
       CHECK(static_cast<std::int32_t>(scores.size()) == tokens);
       for (const float x : scores) { CHECK(!std::isnan(x)); }
     }
@@ -678,6 +702,12 @@ TEST_CASE("laws: names are unique", "[laws]") {
     INFO(name);
     CHECK(names.count(name) == 1);
   }
+}
+
+TEMPLATE_TEST_CASE("laws: quantised rows are scored as if they had been widened beforehand",
+                   "[laws][quantised][property]",
+                   KVTRIM_POLICIES) {
+  quantised_rows_score_as_widened(law_of<TestType>());
 }
 
 TEMPLATE_TEST_CASE("laws: nothing goes while rows are within the budget",

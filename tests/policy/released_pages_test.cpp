@@ -39,7 +39,7 @@ TEST_CASE("released_pages: what a plan releases, for every length, page size and
           view.positions = SequencePlane::dense(positions.data(), 1, 1, 40);
           std::vector<std::byte> workspace(plan_workspace_bytes(policy, plan_shape(view)));
           const PlanRef made = plan(policy, view, {}, workspace, {.removal = way});
-          REQUIRE(made.status() == Status::ok);
+          REQUIRE(usable(made.status()));
           INFO(std::remove_cvref_t<decltype(policy)>::name << " " << live << " of " << size);
           CHECK(released_pages(policy, live, size, way) ==
                 static_cast<std::int32_t>(made.released({}, 0).size()));

@@ -47,6 +47,40 @@ inline void check_region(std::string_view plane, const Region& region) {
       region.reach(i + 1));
 }
 
+// Whether scales are where rows may look for them, and those of rows move with these.
+inline void check_scales(const CacheView& view, const Plane& p, std::string_view name) {
+  const Scales& s = p.scales;
+  const bool quantised = element_bytes(p.dtype) == 1;
+  if ((s.base != nullptr || s.in_row != 0) &&
+      (!quantised || (s.base != nullptr && s.in_row != 0) ||
+       (s.in_row != 0 && (s.in_row < p.head_dim || !p.contiguous_rows())))) {
+    throw_invalid_argument(
+        "kvtrim::CacheView: {} of dtype {} and {} features have scales {}{}",
+        name,
+        to_string(p.dtype),
+        p.head_dim,
+        s.base != nullptr ? "of their own" : "",
+        s.in_row != 0 ? " in their rows, " + std::to_string(s.in_row) + " bytes behind the first"
+                      : std::string());
+  }
+  if (!s.beside_rows()) { return; }
+  for (std::int32_t i = 0; i < view.page_plane_count; ++i) {
+    const PagePlane& q = view.page_planes[i];
+    if (q.base == s.base && q.layer_stride == s.layer_stride && q.page_stride == s.page_stride &&
+        q.token_stride == s.token_stride && q.head_stride == s.head_stride && q.row_bytes == 4) {
+      return;
+    }
+  }
+  throw_invalid_argument(
+      "kvtrim::CacheView: scales of {} have a page stride of {} and a token stride of {} bytes, "
+      "but "
+      "are none of the {} page planes: they would stay behind when rows move",
+      name,
+      s.page_stride,
+      s.token_stride,
+      view.page_plane_count);
+}
+
 inline void check_plane(const CacheView& view, const Plane& p, std::string_view name) {
   if (p.dtype == DType::opaque ? p.opaque_row_bytes < 1 : p.head_dim < 1 || p.pack < 1) {
     throw_invalid_argument("kvtrim::CacheView: {}: head_dim {}, pack {}, opaque_row_bytes {}",
@@ -55,6 +89,16 @@ inline void check_plane(const CacheView& view, const Plane& p, std::string_view 
                            p.pack,
                            p.opaque_row_bytes);
   }
+  if (p.format != BlockFormat::none && !readable(p)) {
+    throw_invalid_argument(
+        "kvtrim::CacheView: {}: rows of {} bytes of {} features as dtype {} in blocks of {}",
+        name,
+        p.opaque_row_bytes,
+        p.head_dim,
+        to_string(p.dtype),
+        to_string(p.format));
+  }
+  check_scales(view, p, name);
   check_region(name, region_of(view, p));
 }
 

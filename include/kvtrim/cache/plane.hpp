@@ -4,6 +4,7 @@
 // A plane says where an element lies, by strides in bytes, and nothing about shapes: two layouts with equal shapes
 // differ in their strides, so neither can be mistaken for the other. Every offset is 64 bits wide.
 
+#include <kvtrim/core/block_format.hpp>
 #include <kvtrim/core/dtype.hpp>
 #include <kvtrim/core/error.hpp>
 #include <kvtrim/core/sequence_plane.hpp>
@@ -23,6 +24,26 @@ struct PlaneShape {
   DType dtype = DType::f32;    ///< element type
 };
 
+/// What quantised elements (fp8, int8) are multiplied by: fp32, one a tensor, a layer, a head or a row.
+///
+/// Scales of rows move with them: those inside the rows do, others must be a page plane of the view as well (`PagePlane`, which
+/// `check_layout` looks for).
+struct Scales {
+  const std::byte* base = nullptr;  ///< layer 0, page 0, head 0, slot 0; null: 1, or in the rows
+  std::int64_t layer_stride = 0;    ///< bytes; 0: common to the layers
+  std::int64_t page_stride = 0;     ///< bytes; 0: common to the pages
+  std::int64_t token_stride = 0;    ///< bytes; 0: common to the slots of a page
+  std::int64_t head_stride = 0;     ///< bytes; 0: common to the heads
+  /// Bytes from a row's first to its own scale, behind its elements and part of the row (vLLM's per-token-head caches); 0: not
+  /// there.
+  std::int32_t in_row = 0;
+
+  /// Whether rows have scales of their own in a plane of their own.
+  [[nodiscard]] KVTRIM_HOST_DEVICE constexpr bool beside_rows() const noexcept {
+    return base != nullptr && (page_stride != 0 || token_stride != 0);
+  }
+};
+
 /// The keys, or the values, of a paged cache: where element (layer, page, KV head, slot, feature) lies.
 ///
 /// Non-owning and trivially copyable. Strides are in bytes and may be anything as long as elements do not overlap.
@@ -39,7 +60,9 @@ struct Plane {
   std::int32_t pack = 1;            ///< features per pack (legacy vLLM keys: 16 / element bytes)
   std::int32_t head_dim = 0;        ///< features of a row
   DType dtype = DType::f32;         ///< element type
-  std::int32_t opaque_row_bytes = 0;  ///< bytes of a row when `dtype` is `opaque`
+  std::int32_t opaque_row_bytes = 0;       ///< bytes of a row when `dtype` is `opaque`
+  BlockFormat format = BlockFormat::none;  ///< of `opaque` rows that are to be scored
+  Scales scales{};                         ///< of fp8 and int8 elements
 
   /// Whether the plane is there.
   [[nodiscard]] KVTRIM_HOST_DEVICE constexpr explicit operator bool() const noexcept {
@@ -66,10 +89,50 @@ struct Plane {
     return dtype == DType::opaque || (pack == 1 && feature_stride == element_bytes(dtype));
   }
 
-  /// Bytes of the values of a row.
+  /// Bytes of the values of a row, and of the scale behind them.
   [[nodiscard]] KVTRIM_HOST_DEVICE constexpr std::int64_t row_bytes() const noexcept {
     return dtype == DType::opaque ? opaque_row_bytes
+           : scales.in_row > 0    ? scales.in_row + 4
                                   : static_cast<std::int64_t>(head_dim) * element_bytes(dtype);
+  }
+
+  /// Scale of a row.
+  [[nodiscard]] float scale(LayerId l, PageId p, HeadId h, Slot s) const noexcept {
+    if (scales.base == nullptr && scales.in_row == 0) { return 1; }
+    const std::byte* const from =
+        scales.in_row > 0
+            ? row(l, p, h, s) + scales.in_row
+            : scales.base + raw(l) * scales.layer_stride + raw(p) * scales.page_stride +
+                  raw(h) * scales.head_stride + raw(s) * scales.token_stride;
+    float x = 0;
+    std::memcpy(&x, from, sizeof x);
+    return x;
+  }
+
+  /// Rows of a block-quantised format of llama.cpp, of `row_stride` bytes a cell: `[cells, kv_heads, head_dim]`.
+  /// \throws std::invalid_argument if an extent is below 1, head_dim is no multiple of 32, or there is no format
+  [[nodiscard]] static constexpr Plane blocks(void* data,
+                                              BlockFormat format,
+                                              std::int32_t kv_heads,
+                                              std::int32_t head_dim) {
+    if (kv_heads < 1 || head_dim < 1 || head_dim % block_features != 0 ||
+        format == BlockFormat::none) {
+      throw_invalid_argument(
+          "kvtrim::Plane: {} KV heads of {} features as {}: blocks have {} features",
+          kv_heads,
+          head_dim,
+          to_string(format),
+          block_features);
+    }
+    Plane p;
+    p.base = static_cast<std::byte*>(data);
+    p.dtype = DType::opaque;
+    p.format = format;
+    p.head_dim = head_dim;
+    p.opaque_row_bytes = head_dim / block_features * block_bytes(format);
+    p.head_stride = p.opaque_row_bytes;
+    p.page_stride = std::int64_t{kv_heads} * p.opaque_row_bytes;
+    return p;
   }
 
   /// `[pages, page_size, kv_heads, head_dim]`, C order: vLLM, FlashInfer NHD; SGLang and llama.cpp with page size 1.
@@ -137,16 +200,63 @@ struct Plane {
   }
 };
 
-/// Whether the plane is there and its elements can be read as floats.
+/// Whether the plane is there and its rows can be read as floats: int8 needs scales, opaque rows a format.
 [[nodiscard]] KVTRIM_HOST_DEVICE constexpr bool readable(const Plane& plane) noexcept {
-  return plane && readable(plane.dtype);
+  if (!plane || plane.head_dim < 1) { return false; }
+  if (plane.dtype == DType::opaque) {
+    return plane.format != BlockFormat::none && plane.head_dim % block_features == 0 &&
+           plane.opaque_row_bytes == plane.head_dim / block_features * block_bytes(plane.format);
+  }
+  return plane.dtype != DType::i8 || plane.scales.base != nullptr || plane.scales.in_row > 0;
 }
+
+namespace detail {
+inline constexpr struct Float8Tables {
+  float e4m3[256]{};
+  float e5m2[256]{};
+  constexpr Float8Tables() noexcept {
+    for (std::size_t i = 0; i < 256; ++i) {
+      e4m3[i] = f8e4m3_to_float(static_cast<std::uint8_t>(i));
+      e5m2[i] = f8e5m2_to_float(static_cast<std::uint8_t>(i));
+    }
+  }
+} float8_tables;
+
+// Reads a quantised row: elements times `scale`, or blocks.
+inline void widen_row(const Plane& plane, const std::byte* from, float scale, float* out) noexcept {
+  if (plane.dtype == DType::opaque) {
+    return widen_blocks(plane.format, from, plane.head_dim, out);
+  }
+  const bool side_by_side = plane.contiguous_rows();
+  const auto run = [&](auto value) {
+    if (side_by_side) {
+      for (std::int32_t d = 0; d < plane.head_dim; ++d) { out[d] = value(from[d]) * scale; }
+    } else {
+      for (std::int32_t d = 0; d < plane.head_dim; ++d) {
+        out[d] = value(from[plane.feature_offset(d)]) * scale;
+      }
+    }
+  };
+  if (plane.dtype == DType::i8) {
+    run([](std::byte b) { return static_cast<float>(static_cast<std::int8_t>(b)); });
+  } else {
+    const float* const table =
+        plane.dtype == DType::f8e4m3 ? float8_tables.e4m3 : float8_tables.e5m2;
+    run([table](std::byte b) { return table[static_cast<std::uint8_t>(b)]; });
+  }
+}
+}  // namespace detail
 
 /// Reads row `from` of `plane` as floats.
 ///
 /// \param[out] out [head_dim]
-/// \pre `readable(plane.dtype)`
-inline void load_row(const Plane& plane, const std::byte* from, float* out) noexcept {
+/// \param scale  of quantised elements (`Plane::scale`)
+/// \pre `readable(plane)`
+inline void load_row(const Plane& plane,
+                     const std::byte* from,
+                     float* out,
+                     float scale = 1) noexcept {
+  if (!readable(plane.dtype)) { return detail::widen_row(plane, from, scale, out); }
   if (plane.contiguous_rows() && plane.dtype == DType::f32) {
     std::memcpy(out, from, static_cast<std::size_t>(plane.row_bytes()));
     return;

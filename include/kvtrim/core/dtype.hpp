@@ -15,10 +15,10 @@ enum class DType : std::uint8_t {
   f32,
   f16,
   bf16,
-  f8e4m3,  ///< moved as bytes; not scored yet
-  f8e5m2,  ///< moved as bytes; not scored yet
-  i8,      ///< moved as bytes; not scored yet
-  opaque,  ///< block-quantised rows: moved whole, never scored or rotated
+  f8e4m3,  ///< OCP E4M3 (fn): no infinities; scored, never rotated in place
+  f8e5m2,  ///< OCP E5M2; scored, never rotated in place
+  i8,      ///< times a scale; scored, never rotated in place
+  opaque,  ///< block-quantised rows: moved whole, scored if their format is known (`BlockFormat`), never rotated
 };
 
 /// Bytes of one element; 0 for `opaque`, whose planes state the size of a row.
@@ -39,7 +39,8 @@ enum class DType : std::uint8_t {
   return 0;
 }
 
-/// Whether values of `t` can be read as floats by the CPU path.
+/// Whether values of `t` are floats that can be read and written one by one. Quantised rows are read as well (`readable` of a
+/// `Plane`), never written.
 [[nodiscard]] KVTRIM_HOST_DEVICE constexpr bool readable(DType t) noexcept {
   return t == DType::f32 || t == DType::f16 || t == DType::bf16;
 }
@@ -81,6 +82,21 @@ enum class DType : std::uint8_t {
 /// Value of bfloat16 bits; exact.
 [[nodiscard]] KVTRIM_HOST_DEVICE constexpr float bf16_to_float(std::uint16_t b) noexcept {
   return std::bit_cast<float>(static_cast<std::uint32_t>(b) << 16U);
+}
+
+/// Value of OCP E4M3 (fn) bits; exact. S.1111.111 is NaN, there is no infinity.
+[[nodiscard]] KVTRIM_HOST_DEVICE constexpr float f8e4m3_to_float(std::uint8_t x) noexcept {
+  const std::uint32_t sign = static_cast<std::uint32_t>(x & 0x80U) << 24U;
+  const std::uint32_t body = x & 0x7FU;
+  if (body == 0x7FU) { return std::bit_cast<float>(sign | 0x7FC0'0000U); }
+  // Rebias by a multiplication with 2^120: it also normalises subnormals.
+  const float magnitude = std::bit_cast<float>(body << 20U) * std::bit_cast<float>(0x7B80'0000U);
+  return std::bit_cast<float>(sign | std::bit_cast<std::uint32_t>(magnitude));
+}
+
+/// Value of OCP E5M2 bits: the upper half of binary16; exact.
+[[nodiscard]] KVTRIM_HOST_DEVICE constexpr float f8e5m2_to_float(std::uint8_t x) noexcept {
+  return f16_to_float(static_cast<std::uint16_t>(x << 8U));
 }
 
 /// bfloat16 bits nearest to `f`, ties to even; NaN stays NaN.

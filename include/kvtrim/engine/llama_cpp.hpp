@@ -32,6 +32,30 @@ namespace kvtrim::llama_cpp {
   return view;
 }
 
+/// The same for quantised keys and values (which need flash attention): `[cells, H, D]` in blocks of 32 features.
+///
+/// \param keys      `Plane::blocks` of one layer and stream
+/// \param values    the same
+/// \param cells     of the stream
+/// \param kv_heads  of the layer
+/// \throws std::invalid_argument if `cells` is below 1
+[[nodiscard]] inline CacheView cells_view(const Plane& keys,
+                                          const Plane& values,
+                                          std::int32_t cells,
+                                          std::int32_t kv_heads) {
+  if (cells < 1) {
+    throw_invalid_argument("kvtrim::llama_cpp::cells_view: {} cells must be at least 1", cells);
+  }
+  CacheView view;
+  view.k = keys;
+  view.v = values;
+  view.page_size = 1;
+  view.pages = cells;
+  view.kv_heads = kv_heads;
+  view.fixed_rows = true;
+  return view;
+}
+
 /// Positions [begin, end), never negative: the bounds of one `llama_memory_seq_rm` or `llama_memory_seq_add`, where a negative
 /// bound would mean "from the first" or "to the last".
 struct PositionRange {

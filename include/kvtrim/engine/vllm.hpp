@@ -34,7 +34,7 @@ inline constexpr std::int32_t null_block = 0;
 }
 
 /// One tensor for all layers, `[L, blocks, H, N, C]`: a row's key, then its value `value_first` elements behind it. Where each
-/// has its scale behind it, that is beyond the key (see `token_scales`).
+/// has its scale behind it, that is beyond the key (see `set_scales_in_rows`).
 /// \throws as `tensor_view`; std::invalid_argument if C has no room for both
 [[nodiscard]] inline CacheView packed_view(const Tensor<5>& kv,
                                            std::int32_t key_dim,
@@ -52,6 +52,13 @@ inline constexpr std::int32_t null_block = 0;
 /// \throws as `tensor_view`
 [[nodiscard]] inline CacheView mla_view(const Tensor<3>& latents, std::int32_t value_dim) {
   return tensor_view(latents, "PND", latents.narrow(2, 0, value_dim), "PND");
+}
+
+/// Says that each row's fp32 scale lies right behind its elements (`fp8_per_token_head`, `int8_per_token_head`): it is read, and
+/// moves, with the row. The extents of the view's keys and values are those without it.
+inline void set_scales_in_rows(CacheView& view) noexcept {
+  view.k.scales.in_row = view.k.head_dim * element_bytes(view.k.dtype);
+  view.v.scales.in_row = view.v.head_dim * element_bytes(view.v.dtype);
 }
 
 /// Shows `view` a step's block table `[sequences, row_stride]` and `seq_lens`.

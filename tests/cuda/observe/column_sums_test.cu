@@ -37,7 +37,6 @@ Sums accumulate(ScoreWorld& w,
       params,
       w.view,
       w.queries,
-      w.key_scales,
       SequencePlane::dense(scores.data(), w.o.layers, w.o.kv_heads, w.max_rows),
       {.max_rows = w.max_rows},
       workspace.data(),
@@ -280,15 +279,9 @@ TEST_CASE("cuda column sums: what no kernel can do is refused before any launch"
   const auto refused = [&](void (*change)(Call&)) {
     Call c{w.view, w.queries, workspace.data(), enough};
     change(c);
-    return cuda::accumulate_column_sums({},
-                                        c.view,
-                                        c.queries,
-                                        {},
-                                        {},
-                                        {.max_rows = w.max_rows},
-                                        c.memory,
-                                        c.bytes,
-                                        nullptr) == cudaErrorInvalidValue;
+    return cuda::accumulate_column_sums(
+               {}, c.view, c.queries, {}, {.max_rows = w.max_rows}, c.memory, c.bytes, nullptr) ==
+           cudaErrorInvalidValue;
   };
   CHECK_FALSE(refused([](Call&) {}));
   w.upload();  // the sums are 0 again

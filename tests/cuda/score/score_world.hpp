@@ -233,7 +233,6 @@ class ScoreWorld {
   CacheView host_view;
   cuda::DeviceQueries queries;
   QueryBlock host_queries;
-  cuda::KeyScales key_scales;
   std::vector<float> host_sums, host_rests;  // the score planes
   DeviceArray<float> score_sums{"score sums"}, score_rests{"score compensations"};
   std::int32_t sequences = 0;
@@ -480,7 +479,11 @@ class ScoreWorld {
       queries.block.row_firsts = device_query_firsts_.data();
       queries.block.positions = device_query_positions_.data();
     }
-    if (o.key_scales) { key_scales = {device_scales_.data(), o.kv_heads, 1}; }
+    if (o.key_scales) {
+      view.k.scales.base = reinterpret_cast<const std::byte*>(device_scales_.data());
+      view.k.scales.layer_stride = 4 * o.kv_heads;
+      view.k.scales.head_stride = 4;
+    }
   }
 
   void fill() {

@@ -37,16 +37,8 @@ Outcome score(ScoreWorld& w,
                           "scores");
   const auto plane = SequencePlane::dense(out.data(), w.o.layers, w.o.kv_heads, w.max_rows);
   Outcome r{};
-  r.error = cuda::window_scores(params,
-                                w.view,
-                                w.queries,
-                                w.key_scales,
-                                plane,
-                                bounds,
-                                workspace.data(),
-                                bytes,
-                                nullptr,
-                                path);
+  r.error = cuda::window_scores(
+      params, w.view, w.queries, plane, bounds, workspace.data(), bytes, nullptr, path);
   if (r.error == cudaSuccess) { r.error = finish(); }
   INFO(device_message());
   CHECK(r.error == cudaSuccess);
@@ -373,7 +365,7 @@ TEST_CASE("cuda window: tables within the budget are left out, and a batch may b
   DeviceBuffer<float> out(1, "scores");
   const auto plane = SequencePlane::dense(out.data(), 1, 1, 1);
   CHECK(cuda::window_scores(
-            params, none, w.queries, {}, plane, {.max_rows = 20}, nullptr, 256, nullptr) ==
+            params, none, w.queries, plane, {.max_rows = 20}, nullptr, 256, nullptr) ==
         cudaSuccess);
 }
 
@@ -399,7 +391,7 @@ TEST_CASE("cuda window: what no kernel can do is refused before any launch", "[w
     Call c{good, w.view, w.queries, plane, workspace.data(), enough};
     change(c);
     return cuda::window_scores(
-        c.params, c.view, c.queries, {}, c.scores, bounds, c.memory, c.bytes, nullptr, c.path);
+        c.params, c.view, c.queries, c.scores, bounds, c.memory, c.bytes, nullptr, c.path);
   };
   CHECK(code([](Call&) {}) == cudaSuccess);
   const std::vector<float> scored = out.download();
@@ -411,6 +403,8 @@ TEST_CASE("cuda window: what no kernel can do is refused before any launch", "[w
   CHECK(refused([](Call& c) { c.view.k.dtype = DType::opaque; }));
   CHECK(refused([](Call& c) { c.view.k.head_dim = 72; }));
   CHECK(refused([](Call& c) { c.view.k.base += 1; }));
+  CHECK(refused([](Call& c) { c.view.k.scales.in_row = 128; }));  // a tile has one scale
+  CHECK(refused([](Call& c) { c.view.k.scales = {.base = c.memory, .token_stride = 4}; }));
   CHECK(refused([](Call& c) { c.view.k.page_stride += 1; }));
   CHECK(refused([](Call& c) { c.view.k.base = nullptr; }));
   CHECK(refused([](Call& c) { c.view.table.ids = nullptr; }));

@@ -21,7 +21,6 @@ namespace kvtrim::cuda {
 struct DeviceObservation {
   QueryBlock queries{};  ///< `data` in elements of `query_dtype`, strides in elements
   DType query_dtype = DType::f32;
-  KeyScales key_scales{};  ///< of fp8 keys
   const std::int32_t* budgets =
       nullptr;           ///< rows to keep, instead of the policy's own budget; null: the policy's
   RowMap budget_rows{};  ///< index of (sequence, layer, KV head) in `budgets`

@@ -56,7 +56,6 @@ struct KeyScorer {
     rows.positions = view.positions;
     return key_scores(Score,
                       view,
-                      obs.key_scales,
                       rows.scores,
                       {shape.max_rows, 0, call.active},
                       static_cast<std::byte*>(call.workspace) + layout.bytes(),

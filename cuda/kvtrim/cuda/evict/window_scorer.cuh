@@ -77,7 +77,6 @@ struct DeviceScorer<WindowParams> {
     return window_scores(params,
                          view,
                          {obs.queries, obs.query_dtype},
-                         obs.key_scales,
                          rows.scores,
                          bounds,
                          static_cast<std::byte*>(call.workspace) + layout.bytes(),

@@ -25,7 +25,6 @@ namespace kvtrim::cuda {
 ///
 /// \param view         pointers inside it are device pointers; both score planes must be present
 /// \param queries      rows of the chunk, or of the step, just attended, with their LSE; same layers as the view
-/// \param key_scales   of fp8 keys
 /// \param[out] scores  fp32 by row: what `AccumulatedScorer` makes of the new sums; may be absent
 /// \param bounds       `min_rows` is ignored: every live row of an active table is accumulated
 /// \param workspace    [column_sums_workspace_bytes(view)], at a multiple of 256; one per stream
@@ -45,7 +44,6 @@ namespace kvtrim::cuda {
     const AccumulateParams& params,
     const CacheView& view,
     const DeviceQueries& queries,
-    const KeyScales& key_scales,
     const SequencePlane& scores,
     const ScoreBounds& bounds,
     void* workspace,
@@ -73,7 +71,6 @@ namespace kvtrim::cuda {
   if (queries.block.scale == 0) {
     a.queries.block.scale = 1.0F / std::sqrt(static_cast<float>(view.k.head_dim));
   }
-  a.key_scales = key_scales;
   a.tiles = {static_cast<std::int32_t*>(workspace),
              view.sequences * view.tables_per_sequence(),
              tile_keys(view.k.head_dim),

@@ -33,7 +33,6 @@ inline constexpr int key_rows = 64;  // whose norms are known at a time
 struct KeyScoreArgs {
   CacheView view;
   TileList tiles;
-  KeyScales key_scales;
   const std::int32_t* active;  // [sequences, tables]; null: all are
   float* directions;           // [items, head_dim]
   SequencePlane scores;
@@ -158,11 +157,7 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(key_threads) key_scores_kernel(KeyScoreArgs
   for (std::int32_t i = static_cast<std::int32_t>(blockIdx.x); i < tiles;
        i += static_cast<std::int32_t>(gridDim.x)) {
     const KeyTile tile = tile_at(view, a.tiles, i);
-    float scale = 1;
-    if (a.key_scales.data != nullptr) {
-      scale = a.key_scales.data[raw(tile.layer) * a.key_scales.layer_stride +
-                                raw(tile.head) * a.key_scales.head_stride];
-    }
+    const float scale = tile_scale(view.k.scales, tile.layer, tile.head);
     const float* const direction =
         a.score == KeyScore::diff
             ? a.directions + static_cast<std::int64_t>(tile.item) * view.k.head_dim
@@ -227,12 +222,11 @@ struct KeyScoreMemory {
 /// Scores every live row of a batch by its key alone, as `KeyNormScorer` and `KeyDiffScorer` do; fp8 keys too.
 ///
 /// \param view         pointers inside it are device pointers
-/// \param key_scales   of fp8 keys; a cosine does not depend on them
 /// \param[out] scores  fp32 by row; a hole's is 0
 /// \param workspace    [key_scores_workspace_bytes(score, view)], at a multiple of 256; one per stream
 /// \pre the tables name a page for every live row of the tables that are scored
 /// \returns `cudaErrorInvalidValue` before anything is launched: keys of a type that cannot be read, an address or a stride that
-///   is not a multiple of the element, no page table, a workspace that is too small; otherwise the launches' status
+///   is not a multiple of the element, no page table, scales of single rows, a workspace that is too small; otherwise the launches' status
 /// \par Ties
 ///   none broken here. NaN: a key that is not finite scores NaN; a key of norm 0 scores 0
 /// \par Error
@@ -245,7 +239,6 @@ struct KeyScoreMemory {
 ///   Devoto et al., 2024, arXiv:2406.11430 (KeyNorm); Park et al., 2025, arXiv:2504.15364 (KeyDiff)
 [[nodiscard]] inline cudaError_t key_scores(KeyScore score,
                                             const CacheView& view,
-                                            const KeyScales& key_scales,
                                             const SequencePlane& scores,
                                             const ScoreBounds& bounds,
                                             void* workspace,
@@ -267,7 +260,6 @@ struct KeyScoreMemory {
              bounds.max_rows,
              bounds.min_rows,
              bounds.active};
-  a.key_scales = key_scales;
   a.active = bounds.active;
   a.directions = m.directions;
   a.scores = scores;

@@ -235,13 +235,12 @@ struct WindowMemory {
 ///
 /// \param view        pointers inside it are device pointers
 /// \param queries     likewise; `block.scale` 0 means 1 / sqrt(head_dim)
-/// \param key_scales  of fp8 keys
 /// \param[out] scores fp32 by row; a hole's is 0; not written for tables with at most `bounds.min_rows` live rows
 /// \param workspace   [window_scores_workspace_bytes(...)], at a multiple of 256; one per stream
 /// \pre the tables name a page for every live row of the tables that are scored
 /// \returns `cudaErrorInvalidValue` before anything is launched: dtype or head dim without a kernel, an address or a
-///   stride that is not a multiple of the element, no page table, an even kernel, exact sums (which the host alone has), a
-///   workspace that is too small; otherwise the launches' status
+///   stride that is not a multiple of the element, no page table, scales of single rows, an even kernel, exact sums (which the
+///   host alone has), a workspace that is too small; otherwise the launches' status
 /// \par Ties
 ///   none broken here. NaN: as `WindowScorer`
 /// \par Error
@@ -260,7 +259,6 @@ struct WindowMemory {
 [[nodiscard]] inline cudaError_t window_scores(const WindowParams& params,
                                                const CacheView& view,
                                                const DeviceQueries& queries,
-                                               const KeyScales& key_scales,
                                                const SequencePlane& scores,
                                                const ScoreBounds& bounds,
                                                void* workspace,
@@ -289,7 +287,6 @@ struct WindowMemory {
   if (queries.block.scale == 0) {
     a.queries.block.scale = 1.0F / std::sqrt(static_cast<float>(view.k.head_dim));
   }
-  a.key_scales = key_scales;
   a.tiles = {m.starts,
              view.sequences * view.tables_per_sequence(),
              tile_keys(view.k.head_dim),

@@ -55,7 +55,7 @@ namespace kvtrim::detail {
     return bad_step("view layer", view_layer, view.layers);
   }
   if (view.kv_heads != p.kv_heads) { return bad_step("kv_heads", view.kv_heads, p.kv_heads); }
-  const bool keys = readable(view.k.dtype) && view.k.head_dim > 0;
+  const bool keys = readable(view.k);
   if (keys && view.k.head_dim != p.head_dim) {
     return bad_step("head_dim", view.k.head_dim, p.head_dim);
   }

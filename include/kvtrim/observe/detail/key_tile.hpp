@@ -68,13 +68,24 @@ struct TileScratch {
   return worst != 0x7F80'0000U;
 }
 
-/// Reads `count` rows from slot `run.slot` of a page as floats, [count, head_dim].
+/// Reads `count` rows from a slot of a page on as floats, [count, head_dim]; quantised ones are widened.
 inline void load_rows(const Plane& plane,
-                      const std::byte* from,
+                      LayerId l,
+                      PageId p,
+                      HeadId h,
+                      Slot s,
                       std::int32_t count,
                       float* out) noexcept {
   KVTRIM_COUNT(rows_read, count);
   const std::int64_t dim = plane.head_dim;
+  const std::byte* const from = plane.row(l, p, h, s);
+  if (!readable(plane.dtype)) {
+    for (std::int32_t i = 0; i < count; ++i) {
+      const float scale = plane.scale(l, p, h, Slot{raw(s) + i});
+      widen_row(plane, from + i * plane.token_stride, scale, out + i * dim);
+    }
+    return;
+  }
   if (!plane.contiguous_rows()) {
     for (std::int32_t i = 0; i < count; ++i) {
       load_row(plane, from + i * plane.token_stride, out + i * dim);
@@ -128,8 +139,7 @@ void for_each_key_tile(const HeadRef& head, const TileScratch& scratch, F&& f) n
   for_each_run(head, [&](Run run) {
     while (run.count > 0) {
       const std::int32_t n = std::min(run.count, scratch.rows - filled);
-      const std::byte* const from = keys.row(head.layer, run.k_page, head.head, run.slot);
-      load_rows(keys, from, n, scratch.row(filled));
+      load_rows(keys, head.layer, run.k_page, head.head, run.slot, n, scratch.row(filled));
       for (std::int32_t i = 0; i < n; ++i) {
         scratch.positions[static_cast<std::size_t>(filled + i)] = head.position(run.row + i);
       }

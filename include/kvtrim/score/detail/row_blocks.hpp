@@ -58,7 +58,7 @@ void for_each_row(const HeadRef& head,
     for (std::int32_t first = std::max(0, begin - next); first < last; first += block_rows) {
       const std::int32_t n = std::min(block_rows, last - first);
       const Slot slot{raw(run.slot) + first};
-      load_rows(plane, plane.row(head.layer, page, head.head, slot), n, block.data());
+      load_rows(plane, head.layer, page, head.head, slot, n, block.data());
       for (std::int32_t i = 0; i < n; ++i) {
         const float* const row = block.data() + static_cast<std::ptrdiff_t>(i) * dim;
         f(next + first + i, row, finite(row, dim));

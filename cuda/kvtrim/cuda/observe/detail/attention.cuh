@@ -166,11 +166,7 @@ KVTRIM_DEVICE void attend(const AttentionArgs& a,
       for (int w = 0; w < warps; ++w) { oldest = min(oldest, warp_oldest[w]); }
     }
 
-    float scale = a.queries.block.scale;
-    if (a.key_scales.data != nullptr) {
-      scale *= a.key_scales.data[raw(tile.layer) * a.key_scales.layer_stride +
-                                 raw(tile.head) * a.key_scales.head_stride];
-    }
+    const float scale = a.queries.block.scale * tile_scale(a.view.k.scales, tile.layer, tile.head);
     constexpr float log2_e = 1.44269504088896340736F;
     const float cap = a.queries.block.soft_cap;
     const float factor = cap > 0 ? __fdiv_rn(scale, cap) : scale * log2_e;

@@ -28,7 +28,6 @@ enum class AttentionUse : std::uint8_t {
 struct AttentionArgs {
   CacheView view;
   DeviceQueries queries;
-  KeyScales key_scales;
   TileList tiles;
   std::int64_t chunk_stride;  // of the keys; 0: element by element
   std::int32_t most_queries;  // padded queries per item; the workspace is indexed by it

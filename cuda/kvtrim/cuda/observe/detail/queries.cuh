@@ -20,13 +20,6 @@ struct DeviceQueries {
   DType dtype = DType::f32;  ///< f32, f16 or bf16
 };
 
-/// Factors that turn stored fp8 keys into keys: one for all, or one for each layer or KV head.
-struct KeyScales {
-  const float* data = nullptr;    ///< layer 0, head 0; null: 1
-  std::int64_t layer_stride = 0;  ///< floats; 0: common to the layers
-  std::int64_t head_stride = 0;   ///< floats; 0: common to the heads (per tensor)
-};
-
 /// What the host promises about numbers that lie on the device. Grids and workspaces depend on these alone, so that a
 /// launch can be captured into a graph and replayed while lengths change.
 struct ScoreBounds {
@@ -140,7 +133,18 @@ KVTRIM_DEVICE float4 load_query_4(const void* data, std::int64_t offset, DType d
   for (const std::int64_t s : strides) {
     if (s % element != 0) { return false; }
   }
-  return true;
+  // A tile has one scale: of the tensor, the layer or the head.
+  const Scales& scales = k.scales;
+  return scales.in_row == 0 && !scales.beside_rows() && aligned_to(sizeof(float), scales.base) &&
+         scales.layer_stride % 4 == 0 && scales.head_stride % 4 == 0;
+}
+
+/// Scale of the keys of a tile.
+KVTRIM_DEVICE float tile_scale(const Scales& scales, LayerId l, HeadId h) {
+  return scales.base == nullptr
+             ? 1.0F
+             : *reinterpret_cast<const float*>(scales.base + raw(l) * scales.layer_stride +
+                                               raw(h) * scales.head_stride);
 }
 
 /// Whether keys and queries have a shape that the kernels know.
