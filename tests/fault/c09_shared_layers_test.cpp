@@ -155,6 +155,7 @@ TEST_CASE("C09 layers that share a table need strides of their own, in all plane
   const auto by_layer = [](const std::function<void(Engine&)>& change) {
     return refusal([&](Engine& e) {
       e.view.scope = TableScope::layer;
+      e.view.table.rows = e.view.length_rows = {layers, 1, 0};
       e.view.page_plane_count = 1;
       e.use_strides();
       change(e);
@@ -180,6 +181,7 @@ TEST_CASE("C09 heads with pages of their own need a layer stride, and all planes
   const auto by_head = [](const std::function<void(Engine&)>& change) {
     return refusal([&](Engine& e) {
       e.view.scope = TableScope::head;
+      e.view.table.rows = e.view.length_rows = {layers * heads, heads, 1};
       e.view.page_plane_count = 1;
       e.use_strides();
       change(e);
