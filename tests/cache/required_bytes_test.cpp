@@ -87,6 +87,14 @@ TEST_CASE("required_bytes: tables, lengths and states by their own maps", "[requ
   CHECK(all.writable_bits == ByteRange{0, 8});
   CHECK(all.indptr == ByteRange{});
   CHECK(all.positions == ByteRange{});
+  CHECK(all.key_scales == ByteRange{});
+  view.v.scales = {.base = reinterpret_cast<const std::byte*>(e.memory.data()),
+                   .layer_stride = 80,
+                   .page_stride = -8,
+                   .head_stride = 4};
+  CHECK(required_bytes(view, 9).value_scales ==
+        ByteRange{-8 * (test::pages - 1), 80 + 4 * (view.kv_heads - 1) + 4});
+  view.v.scales = {};
 
   view.scope = TableScope::layer;
   view.table.rows = view.length_rows = {2, 1, 0};
@@ -164,6 +172,13 @@ TEST_CASE("required_bytes: what is beyond 64 bits, or below the first bit, is re
     return text;
   };
   CHECK_THAT(words([](CacheView& v) { v.k.layer_stride = too_large; }), ContainsSubstring("keys"));
+  const float scale = 1;
+  CHECK_THAT(words([&](CacheView& v) {
+               v.k.dtype = v.v.dtype = DType::i8;
+               v.v.scales = {.base = reinterpret_cast<const std::byte*>(&scale),
+                             .head_stride = too_large};
+             }),
+             ContainsSubstring("scales of v"));
   CHECK_THAT(words([](CacheView& v) { v.positions.row_stride = far; }),
              ContainsSubstring("positions reach beyond 64 bits"));
   CHECK_THAT(words([](CacheView& v) {

@@ -63,6 +63,7 @@ inline void check_scales(const CacheView& view, const Plane& p, std::string_view
         s.in_row != 0 ? " in their rows, " + std::to_string(s.in_row) + " bytes behind the first"
                       : std::string());
   }
+  static_cast<void>(required(view, s, "scales of " + std::string(name)));
   if (!s.beside_rows()) { return; }
   for (std::int32_t i = 0; i < view.page_plane_count; ++i) {
     const PagePlane& q = view.page_planes[i];

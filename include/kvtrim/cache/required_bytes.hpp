@@ -32,6 +32,8 @@ struct RequiredBytes {
   ByteRange keys;                 ///< from `k.base`, or from each of `k.layer_bases`
   ByteRange values;               ///< likewise
   ByteRange unrotated_keys;       ///< likewise
+  ByteRange key_scales;           ///< `k.scales.base`
+  ByteRange value_scales;         ///< `v.scales.base`
   ByteRange ids;                  ///< `table.ids`
   ByteRange indptr;               ///< `table.indptr`
   ByteRange lengths;              ///< `lengths`
@@ -113,6 +115,19 @@ class PlaceRange {
                                         const Plane& plane,
                                         std::string_view name) {
   return plane ? required(name, region_of(view, plane), view.pages < 1) : ByteRange{};
+}
+
+[[nodiscard]] inline ByteRange required(const CacheView& view,
+                                        const Scales& scales,
+                                        std::string_view name) {
+  if (scales.base == nullptr) { return {}; }
+  return PlaceRange(name)
+      .add(scales.layer_stride, view.layers)
+      .add(scales.page_stride, view.pages)
+      .add(scales.token_stride, view.page_size)
+      .add(scales.head_stride, view.kv_heads)
+      .add(1, sizeof(float))
+      .bytes(1);
 }
 
 [[nodiscard]] inline ByteRange required(const CacheView& view,
@@ -216,6 +231,8 @@ class PlaceRange {
   all.keys = detail::required(view, view.k, "keys");
   all.values = detail::required(view, view.v, "values");
   all.unrotated_keys = detail::required(view, view.unrotated_keys, "unrotated keys");
+  all.key_scales = detail::required(view, view.k.scales, "scales of keys");
+  all.value_scales = detail::required(view, view.v.scales, "scales of values");
   all.ids = view.table.ids == nullptr ? ByteRange{} : detail::required_ids(view);
   all.indptr = present(view.table.indptr, by_row("indptr", view.table.rows, 2));
   all.lengths = present(view.lengths, by_row("lengths", view.length_rows, 1));
