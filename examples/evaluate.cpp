@@ -79,7 +79,7 @@ void write_prompts(const std::string& path,
           line["answer"] = turn.answer;
           line["question"] = turn.question;
           if (turn.copy.empty()) {
-            line["generate"] = turn.most;
+            line["max_tokens"] = turn.most;
           } else {
             line["copy"] = turn.copy;
           }

@@ -10,11 +10,13 @@ Run by hand, never in CI (the environment takes about 6 GB):
         --model build/model/SmolLM2-135M-Instruct.Q4_1.gguf --work build/peers
 
 First kvpress's model must give the logits of tests/data/eval/logits.json. Then `evaluate` answers the prompts under kvtrim's
-policies, writes them as token ids, and kvpress answers those that it used. Each prompt is read once: an outer press hands every
-layer's keys and values to all presses. Rows are as many as kvtrim keeps. What is in --work is not done again.
+policies (or did so before: --results bench/results/standard.jsonl.gz), and writes them as token ids; kvpress answers those that
+were used. Each prompt is read once: an outer press hands every layer's keys and values to all presses. Rows are as many as kvtrim
+keeps. What is in --work is not done again.
 """
 
 import argparse
+import gzip
 import json
 import math
 import os
@@ -102,7 +104,7 @@ def answer(model, decoder, cache, prompt, rest, position):
         return "", score, score >= 0.75
     made = []
     ids = rest
-    for _ in range(prompt["generate"]):
+    for _ in range(prompt["max_tokens"]):
         token = step(ids, position)[-1].argmax().item()
         position += len(ids)
         if token in decoder.ends:
@@ -114,10 +116,15 @@ def answer(model, decoder, cache, prompt, rest, position):
     return text, float(right), right
 
 
-def ask_kvpress(args, prompts, decoder, model, out):
+def read_lines(path):
+    with (gzip.open if path.suffix == ".gz" else open)(path, "rt") as file:
+        return [json.loads(line) for line in file]
+
+
+def ask_kvpress(args, specs, prompts, decoder, model, out):
     done = set()
     if out.exists():
-        done = {(line["prompt"], line["question"]) for line in map(json.loads, out.read_text().splitlines())}
+        done = {(line["prompt"], line["question"]) for line in read_lines(out)}
     begin, asked = time.monotonic(), 0
     for prompt in prompts:
         for question in ("known", "later"):
@@ -130,7 +137,7 @@ def ask_kvpress(args, prompts, decoder, model, out):
                 read, rest = read + rest[:-1], rest[-1:]
             rows = len(read)
             sizes = [(spec, removed, max(1, math.floor(rows * (1 - removed) + 0.5 + 1e-9)))
-                     for spec in PEERS for removed in args.removed]
+                     for spec in specs for removed in args.removed]
             # kvpress keeps int(rows * (1 - ratio)).
             each = Each([PEERS[spec](1 - (kept + 0.5) / rows) for spec, _, kept in sizes])
             whole = DynamicCache()
@@ -178,7 +185,8 @@ def main():
     parser.add_argument("--model", type=Path, required=True, help="GGUF file")
     parser.add_argument("--work", type=Path, required=True, help="folder for what is done")
     parser.add_argument("--task", nargs="+", default=["key_value", "identifier"], help="of one turn")
-    parser.add_argument("--prompts", type=int, default=20)
+    parser.add_argument("--prompts", type=int, default=20, help="of each task")
+    parser.add_argument("--results", type=Path, help="of evaluate: a whole suite's, instead of asking kvtrim now; may be .gz")
     parser.add_argument("--removed", type=float, nargs="+", default=[0.75, 0.9])
     parser.add_argument("--minutes", type=float, default=0, help="kvpress begins no prompt after so many; 0: all")
     parser.add_argument("--threads", type=int, default=0)
@@ -195,17 +203,26 @@ def main():
     check_logits(model, Path(__file__).resolve().parents[2] / "tests/data/eval/logits.json")
 
     results, prompts, out = (args.work / name for name in ("kvtrim.jsonl", "prompts.jsonl", "kvpress.jsonl"))
-    common = [args.evaluate, "--model", args.model, "--task", *args.task, "--prompts", str(args.prompts)]
+    common = [args.evaluate, "--model", args.model, "--task", *args.task]
+    if args.results:
+        results = args.results
+        common += ["--suite", read_lines(results)[0]["suite"]]
+    else:
+        common += ["--prompts", str(args.prompts)]
+        subprocess.run([*common, "--out", results, "--removed", ",".join(map(str, args.removed)), "--threads",
+                        str(args.threads), "--policy", *PEERS], check=True, stdout=subprocess.DEVNULL)
     subprocess.run([*common, "--write-prompts", prompts], check=True)
-    subprocess.run([*common, "--out", results, "--removed", ",".join(map(str, args.removed)), "--threads", str(args.threads),
-                    "--policy", *PEERS], check=True, stdout=subprocess.DEVNULL)
-    ours = [line for line in map(json.loads, results.read_text().splitlines()) if line["kind"] == "answer"]
+    ours = [line for line in read_lines(results) if line["kind"] == "answer"]
+    answered = {line["policy"] for line in ours}
     used = {line["prompt"] for line in ours if line["policy"] != "full"}
-    asked = [line for line in map(json.loads, prompts.read_text().splitlines()) if line["id"] in used]
+    asked = []
+    for task in args.task:
+        asked += [line for line in read_lines(prompts) if line["task"] == task and line["length"] == 1024
+                  and line["id"] in used][:args.prompts]
     # Tasks take turns, so that a run that is cut short has some of each.
     asked.sort(key=lambda line: int(line["id"].rsplit("-", 1)[1]))
-    ask_kvpress(args, asked, Decoder(args.model), model, out)
-    lines = list(compare(ours, map(json.loads, out.read_text().splitlines())))
+    ask_kvpress(args, [spec for spec in PEERS if spec in answered], asked, Decoder(args.model), model, out)
+    lines = list(compare(ours, read_lines(out)))
     print(f"\ngreatest difference: {max(abs(line['kvtrim'] - line['kvpress']) for line in lines)} answers")
     if args.json:
         args.json.write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -88,7 +88,7 @@ inline void append(const engine::Tokenizer& tokenizer,
 }  // namespace detail
 
 /// Reads requests as JSON lines with `id, context, question`, texts or token ids, and optional `arrival` (0), `answer` (none)
-/// and `max_tokens`: prompts of `make_needles` are requests that arrive at once.
+/// and `max_tokens`: prompts of `evaluate --write-prompts` are requests that arrive at once.
 ///
 /// \param max_tokens  of a request that names none
 /// \param prefix      tokens in front of every prompt

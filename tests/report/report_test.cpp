@@ -387,3 +387,22 @@ TEST_CASE("report: --markdown prints a row a policy, with the shares that the li
   CHECK(none.status == 1);
   CHECK_THAT(none.err, ContainsSubstring("give --out or --markdown"));
 }
+
+TEST_CASE("report: the README's tables are those of the committed results", "[report]") {
+  const Result result =
+      run_program("/bin/sh",
+                  {"-c",
+                   "gunzip -c " KVTRIM_ROOT "/bench/results/standard.jsonl.gz | " KVTRIM_REPORT
+                   " --results /dev/stdin --markdown"});
+  INFO(result.err);
+  REQUIRE(result.status == 0);
+  REQUIRE(result.out.size() > 500);
+  const std::string readme = read_text(KVTRIM_ROOT "/README.md");
+  std::size_t begin = 0, tables = 0;
+  for (; begin < result.out.size(); ++tables) {
+    const std::size_t end = std::min(result.out.find("\n\n", begin), result.out.size() - 1);
+    CHECK_THAT(readme, ContainsSubstring(result.out.substr(begin, end + 1 - begin)));
+    begin = end + 2;
+  }
+  CHECK(tables == 3);
+}
