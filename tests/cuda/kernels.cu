@@ -14,6 +14,7 @@
 #include <kvtrim/cuda/evict/window_scorer.cuh>
 #include <kvtrim/cuda/observe/accumulate.cuh>
 #include <kvtrim/cuda/observe/column_sums.cuh>
+#include <kvtrim/cuda/parallel/context_top_k.cuh>
 #include <kvtrim/cuda/score/window.cuh>
 #include <kvtrim/cuda/select/top_k.cuh>
 #include <kvtrim/policy/heavy_hitter.hpp>
@@ -57,7 +58,8 @@ cudaError_t use_all_kernels(const CacheView& view,
   if (e == cudaSuccess) {
     e = cuda::rerotate(view, {}, PositionMode::in_cache, {}, {}, 1, nullptr, 0, stream);
   }
-  return e;
+  cuda::ContextTopK ranked({}, nullptr, {}, nullptr, nullptr, nullptr, 0, stream);
+  return ranked.next() ? e : ranked.error();
 }
 
 }  // namespace kvtrim::test
