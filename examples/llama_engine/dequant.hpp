@@ -4,6 +4,7 @@
 // The tensor types of a GGUF file that this engine reads, and how their bytes become f32. A quantised type stores blocks:
 // 32 (or 256 for the K types) neighbouring elements of a row share their scales. All numbers are little-endian.
 
+#include <kvtrim/core/block_format.hpp>
 #include <kvtrim/core/dtype.hpp>
 
 #include <array>
@@ -95,29 +96,6 @@ namespace detail {
   return kvtrim::bf16_to_float(bits);
 }
 
-/// 16 bytes hold 32 elements: the low nibbles are the first half, the high nibbles the second.
-inline void unpack_nibbles(const std::byte* p, float scale, float offset, float* out) noexcept {
-  for (int i = 0; i < 16; ++i) {
-    const unsigned pair = byte_at(p, i);
-    out[i] = scale * static_cast<float>(pair & 15U) + offset;
-    out[i + 16] = scale * static_cast<float>(pair >> 4U) + offset;
-  }
-}
-
-inline void dequantise_q4_0(const std::byte* block, float* out) noexcept {
-  const float scale = load_f16(block);
-  unpack_nibbles(block + 2, scale, -8.0F * scale, out);
-}
-
-inline void dequantise_q4_1(const std::byte* block, float* out) noexcept {
-  unpack_nibbles(block + 4, load_f16(block), load_f16(block + 2), out);
-}
-
-inline void dequantise_q8_0(const std::byte* block, float* out) noexcept {
-  const float scale = load_f16(block);
-  for (int i = 0; i < 32; ++i) out[i] = scale * signed_byte_at(block + 2, i);
-}
-
 /// 8 groups of 32 with a 6-bit scale and a 6-bit minimum each. Bytes 0-3 and 4-7 of the 12 hold scales and minima of groups
 /// 0-3; groups 4-7 have their low 4 bits in bytes 8-11 and their high 2 bits on top of the bytes of groups 0-3.
 inline void dequantise_q4_k(const std::byte* block, float* out) noexcept {
@@ -167,6 +145,11 @@ inline void dequantise_q6_k(const std::byte* block, float* out) noexcept {
   }
 }
 
+template <kvtrim::BlockFormat Format>
+void widen(const std::byte* block, float* out) noexcept {
+  kvtrim::widen_blocks(Format, block, kvtrim::block_features, out);
+}
+
 }  // namespace detail
 
 /// Converts whole blocks of one type to f32.
@@ -193,11 +176,11 @@ inline void dequantise(TensorType type,
     case TensorType::bf16:
       return each(1, 2, [](const std::byte* p, float* o) { *o = detail::load_bf16(p); });
     case TensorType::q4_0:
-      return each(32, 18, detail::dequantise_q4_0);
+      return each(32, 18, detail::widen<kvtrim::BlockFormat::q4_0>);
     case TensorType::q4_1:
-      return each(32, 20, detail::dequantise_q4_1);
+      return each(32, 20, detail::widen<kvtrim::BlockFormat::q4_1>);
     case TensorType::q8_0:
-      return each(32, 34, detail::dequantise_q8_0);
+      return each(32, 34, detail::widen<kvtrim::BlockFormat::q8_0>);
     case TensorType::q4_k:
       return each(256, 144, detail::dequantise_q4_k);
     case TensorType::q6_k:

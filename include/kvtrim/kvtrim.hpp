@@ -48,6 +48,7 @@
 #include <kvtrim/engine/vllm.hpp>
 #include <kvtrim/evict/apply.hpp>
 #include <kvtrim/evict/commit.hpp>
+#include <kvtrim/evict/companion.hpp>
 #include <kvtrim/evict/csr_tables.hpp>
 #include <kvtrim/evict/evict.hpp>
 #include <kvtrim/evict/kept_rows.hpp>

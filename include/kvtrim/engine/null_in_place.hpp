@@ -162,7 +162,9 @@ class NullInPlaceTables {
   bool release(PageId p) noexcept {
     if (ref_counts_ != nullptr) {
       std::int32_t& count = ref_counts_[raw(p)];
-      if (count <= 0 || --count > 0) { return false; }
+      if (count <= 0) { return false; }
+      --count;
+      if (count > 0) { return false; }
     }
     if (count_ < freed_.size()) { freed_[count_] = p; }
     ++count_;

@@ -142,7 +142,12 @@ class SlotTables {
   }
   /// Drops one reference.
   bool release(PageId p) noexcept {
-    if (ref_counts_ != nullptr && --ref_counts_[raw(p)] > 0) { return false; }
+    if (ref_counts_ != nullptr) {
+      std::int32_t& count = ref_counts_[raw(p)];
+      if (count <= 0) { return false; }
+      --count;
+      if (count > 0) { return false; }
+    }
     for (std::int32_t i = 0; i < view_.page_size; ++i, ++count_) {
       if (count_ < freed_.size()) { freed_[count_] = raw(p) * view_.page_size + i; }
     }

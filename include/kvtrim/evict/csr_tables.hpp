@@ -80,7 +80,9 @@ class CsrTables {
   bool release(const ReleasedPage& p) noexcept {
     if (ref_counts_ != nullptr) {
       std::int32_t& count = ref_counts_[view_.writable.index(p.page, p.layer, p.head)];
-      if (count <= 0 || --count > 0) { return false; }
+      if (count <= 0) { return false; }
+      --count;
+      if (count > 0) { return false; }
     }
     if (count_ < freed_.size()) { freed_[count_] = p.page; }
     ++count_;
