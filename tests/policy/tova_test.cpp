@@ -116,8 +116,9 @@ TEST_CASE("tova policy: the authors' form is had by name", "[tova]") {
   STATIC_REQUIRE(tova_unprotected(7).budget == 7);
 }
 
-TEST_CASE("tova_params: there is nothing to set", "[tova]") {
-  STATIC_REQUIRE(std::is_empty_v<TovaParams>);
+TEST_CASE("tova_params: how probabilities are added up is all there is to set", "[tova]") {
+  STATIC_REQUIRE(sizeof(TovaParams) == sizeof(Sums));
+  STATIC_REQUIRE(TovaParams{}.sums == Sums::floating);
   STATIC_REQUIRE(std::is_aggregate_v<TovaParams>);
   STATIC_REQUIRE(std::is_trivially_copyable_v<TovaParams>);
 }
