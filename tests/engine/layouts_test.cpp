@@ -60,6 +60,7 @@ TEST_CASE("layouts: legacy vLLM, packed keys and transposed values, of 4 and 2 b
   for (const DType dtype : {DType::f32, DType::f16, DType::bf16}) {
     EngineLayout x = layout_of("vLLM legacy " + std::string(to_string(dtype)), 4, 12);
     x.setup.dtype = dtype;
+    x.brief = dtype == DType::bf16;
     x.null_id = vllm::null_block;
     const Index P = x.pages, N = 4, D = 16, Dv = 12, pack = 16 / element_bytes(dtype);
     const Index keys = P * H * D * N, layer = keys + P * H * Dv * N;
@@ -86,6 +87,7 @@ TEST_CASE("layouts: vLLM [2, pages, N, H, D] and [pages, 2, N, H, D], NHD and HN
       EngineLayout x = layout_of(std::string(planes_first ? "vLLM [2, pages" : "vLLM [pages, 2") +
                                  (nhd ? ", N, H, D]" : ", H, N, D]"));
       x.null_id = vllm::null_block;
+      x.brief = planes_first != nhd;
       const Index P = x.pages, N = 4, D = 16, layer = 2 * P * N * H * D;
       x.elements = L * layer;
       x.at = [=](bool v, Index l, Index p, Index h, Index t, Index d) {
@@ -120,6 +122,7 @@ TEST_CASE("layouts: vLLM's packed rows in six physical orders", "[layouts]") {
                                                               {1, 3, 0, 2, 4}}};
   for (const auto& order : orders) {
     EngineLayout x = layout_of("vLLM packed", 4, 12);
+    x.brief = &order != orders.data();
     for (const std::size_t axis : order) { x.name += " LPHNC"[axis + 1]; }
     x.null_id = vllm::null_block;
     const Index P = x.pages, N = 4, D = 16, C = 16 + 12;
