@@ -1343,3 +1343,74 @@ TEST_CASE(
     }
   }
 }
+
+TEST_CASE("paged_cache: scrub leaves no byte of what nobody holds, and touches nothing else",
+          "[paged_cache]") {
+  for (const bool scrub : {false, true}) {
+    for (const TableScope scope : {TableScope::group, TableScope::layer, TableScope::head}) {
+      PagedCache cache({.pages = 40,
+                        .page_size = 4,
+                        .layers = 2,
+                        .kv_heads = 2,
+                        .key_dim = 3,
+                        .scope = scope,
+                        .max_sequences = 3,
+                        .max_rows = 16,
+                        .scores = true,
+                        .unrotated_keys = true,
+                        .scrub = scrub});
+      const std::vector<float> ones(7 * 2 * 3, 1.0F);
+      const auto append = [&](SequenceId s, std::int32_t n) {
+        REQUIRE(cache.try_extend(s, n) == Status::ok);
+        for (const std::int32_t l : {0, 1}) {
+          REQUIRE(cache.write(s, LayerId{l}, {ones.data()}, {ones.data()}, {ones.data()}) ==
+                  Status::ok);
+        }
+      };
+      // Bytes other than 0 in pages that are free, and in those that are not.
+      const auto dirty = [&](bool held) {
+        const CacheView view = cache.view();
+        std::int64_t count = 0;
+        for (const Plane& plane : {view.k, view.v, view.unrotated_keys}) {
+          for (std::int32_t l = 0; l < (scope == TableScope::group ? 2 : 1); ++l) {
+            for (std::int32_t p = 0; p < 40; ++p) {
+              if ((cache.pool().ref_count(PageId{p}) > 0) != held) { continue; }
+              const std::byte* const block = plane.row(LayerId{l}, PageId{p}, {}, {});
+              count += std::count_if(
+                  block, block + plane.page_stride, [](std::byte b) { return b != std::byte{0}; });
+            }
+          }
+        }
+        return count;
+      };
+      const CacheView view = cache.view();
+      for (const Plane& plane : {view.k, view.v, view.unrotated_keys}) {  // as fresh pages may be
+        std::memset(plane.base,
+                    0,
+                    static_cast<std::size_t>(plane.page_stride) * 40 *
+                        (scope == TableScope::group ? 2 : 1));
+      }
+      const SequenceId a = cache.try_create().value();
+      append(a, 7);
+      append(a, 7);
+      const SequenceId b = cache.try_fork(a).value();
+      append(b, 1);  // a copy of the shared last page
+      const std::int64_t of_b = dirty(true);
+      REQUIRE(cache.try_remove_last(a, 13) == Status::ok);
+      REQUIRE(cache.try_make_private(b) == Status::ok);
+      cache.destroy(a);
+      CHECK((dirty(false) == 0) == scrub);
+      cache.destroy(b);
+      CHECK(of_b > 0);
+      CHECK((dirty(false) == 0) == scrub);
+      CHECK(dirty(true) == 0);
+      std::int64_t rows = 0;
+      for (const SequenceId s : {a, b}) {
+        for (std::int32_t r = 0; r < 16; ++r) {
+          rows += cache.view().positions.load<std::int32_t>(s, LayerId{1}, HeadId{1}, r) != 0;
+        }
+      }
+      if (scrub) { CHECK(rows == 0); }
+    }
+  }
+}

@@ -14,6 +14,7 @@
 #include <kvtrim/observe/query_ring.hpp>
 
 #include "catch.hpp"
+#include "support/fill.hpp"
 #include "support/instances.hpp"
 
 #include <algorithm>
@@ -136,7 +137,9 @@ struct Row {
 /// A `PagedCache` with tagged rows.
 class TestCache {
  public:
-  explicit TestCache(const PagedCache::Params& params) : cache(params) {}
+  explicit TestCache(const PagedCache::Params& params) : cache(params) {
+    test::fill_unwritten(cache);
+  }
 
   PagedCache cache;
   std::optional<Rotation> rotation;  ///< keys are rotated to their rope position; none: raw

@@ -249,3 +249,58 @@ TEST_CASE("B067 no stage touches a null or reserved page beyond the length, nor 
     }
   }
 }
+
+TEST_CASE("B064 what was in a page before it was written changes no row and no byte that is read",
+          "[nan][fault]") {
+  // Every cache of these tests is filled with signalling NaN before it is used; here the same steps on one that is zero.
+  const auto steps = [](std::uint32_t word) {
+    TestCache t({.pages = 40,
+                 .page_size = 4,
+                 .layers = 2,
+                 .kv_heads = 2,
+                 .key_dim = 4,
+                 .value_dim = 2,
+                 .max_sequences = 2,
+                 .scores = true,
+                 .unrotated_keys = true});
+    test::fill_unwritten(t.cache, word);
+    t.rotation = plain_rotation(4);
+    const SequenceId s = t.filled(21);
+    const SequenceId fork = t.cache.try_fork(s).value();
+    const Rerotator rerotator(t.cache.view(), t.rotation->rope(), PositionMode::in_cache);
+    Input in;
+    in.options.rerotator = &rerotator;
+    in.options.shared = SharedPages::copy;
+    std::vector<PageId> spares;
+    for (std::int32_t i = 0; i < 6; ++i) { spares.push_back(t.cache.pool().try_acquire().value()); }
+    in.options.spare_pages = spares;
+    std::vector<float> seen;
+    const auto look = [&](SequenceId q) {
+      for (std::int32_t i = 0; i < 4; ++i) {
+        for (const Row& r : t.rows(q, i / 2, i % 2)) {
+          for (const std::int32_t x : {r.row, r.position, r.rope, r.tag}) {
+            seen.push_back(static_cast<float>(x));
+          }
+          seen.insert(seen.end(), r.key.begin(), r.key.end());
+        }
+      }
+    };
+    const Queries q = make_queries(17, 4, 4, 4);
+    Input window = in;
+    window.queries = {.data = q.data.data(), .query_heads = 4, .rows = 4};
+    window.queries.row_stride = 16, window.queries.head_stride = 4;
+    REQUIRE(evict(SnapKVSelector({.window = 4, .budget = 13}), t, s, window).report.status ==
+            Status::ok);
+    look(s), look(fork);
+    in.options.spare_pages = {}, in.options.shared = SharedPages::leave;
+    for (std::int32_t token = 0; token < 9; ++token) {
+      REQUIRE(t.append(s, 1) == Status::ok);
+      REQUIRE(evict(HeavyHitter({.heavy = 6, .recent = 4}), t, s, in).report.status == Status::ok);
+      look(s);
+    }
+    return seen;
+  };
+  const auto zeros = steps(0);
+  CHECK(std::ranges::all_of(zeros, [](float x) { return std::isfinite(x); }));
+  CHECK((steps(test::signalling_nan) == zeros));
+}

@@ -76,7 +76,7 @@ class Reader {
 /// `KVTRIM_FUZZ_TARGET(name) { ... input ... }` in name_fuzz.cpp.
 #ifdef KVTRIM_LIBFUZZER
 // The committed inputs become files of the folder that libFuzzer reads: KVTRIM_FUZZ_INPUTS, and its first argument.
-extern "C" inline int LLVMFuzzerInitialize(int* argc, char*** argv) {
+extern "C" [[gnu::used]] inline int LLVMFuzzerInitialize(int* argc, char*** argv) {
   const char* const path = std::getenv("KVTRIM_FUZZ_INPUTS");
   if (path == nullptr || *argc < 2) { return 0; }
   std::size_t number = 0;

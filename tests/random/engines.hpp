@@ -8,6 +8,7 @@
 #include <kvtrim/evict/commit.hpp>
 
 #include "random/setup.hpp"
+#include "support/fill.hpp"
 
 #include <algorithm>
 #include <cstddef>
@@ -64,7 +65,9 @@ class PagedEngine final : public Engine {
                 .value_dim = 2,
                 .scope = x.scope,
                 .max_sequences = x.sequences,
-                .max_rows = x.max_rows}) {}
+                .max_rows = x.max_rows}) {
+    test::fill_unwritten(cache_);
+  }
   CacheView view(std::int32_t s) override {
     return s < 0 ? cache_.view() : cache_.view(SequenceId{s});
   }

@@ -8,6 +8,7 @@
 #include <kvtrim/evict/evict.hpp>
 
 #include "catch.hpp"
+#include "support/fill.hpp"
 #include "support/instances.hpp"
 
 #include <algorithm>
@@ -44,6 +45,7 @@ class TaggedCache {
                .max_sequences = setup.sequences,
                .max_rows = setup.max_rows,
                .scores = setup.scores}) {
+    fill_unwritten(cache);
     const auto& p = cache.params();
     tags_.resize(static_cast<std::size_t>(p.max_sequences * p.layers * p.kv_heads * p.max_rows));
     tag_plane_ = SequencePlane::dense(tags_.data(), p.layers, p.kv_heads, p.max_rows);

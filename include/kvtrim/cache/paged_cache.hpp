@@ -57,6 +57,9 @@ class PagedCache {
     bool scores = false;                   ///< planes for accumulated scores (`HeavyHitter`)
     bool unrotated_keys =
         false;  ///< also keep keys before RoPE, for in-cache positions of 16-bit keys
+    /// Write zeros over what nobody holds any longer: a page (keys, values, un-rotated keys) when its last owner lets it go,
+    /// positions and scores of a sequence when it ends. Rows that leave a page which stays are overwritten by later ones only.
+    bool scrub = false;
   };
 
   /// Makes an empty cache.
@@ -190,6 +193,7 @@ class PagedCache {
       touch(s, t);
     }
     open_layers(s, 0);
+    if (params_.scrub) { scrub_rows(s); }
   }
 
   /// Reserves `n` rows in all layers for the next `n` tokens, all or nothing. `write` them afterwards, layer by layer.
@@ -401,7 +405,11 @@ class PagedCache {
     touch(u.sequence, u.table);
   }
   /// Drops one reference of a page (`TableSink`).
-  bool release(PageId p) noexcept { return pool_.release(p); }
+  bool release(PageId p) noexcept {
+    const bool free = pool_.release(p);
+    if (free && params_.scrub) { scrub_page(p); }
+    return free;
+  }
 
   /// A `TableSink` for plans over a view of this cache.
   class Sink {
@@ -590,16 +598,31 @@ class PagedCache {
     return count;
   }
 
-  void copy_page(PageId from, PageId to) noexcept {
+  // Calls f(plane, layer, bytes) for the blocks that make up a page.
+  template <class F>
+  void for_each_block(F&& f) noexcept {
     const std::int32_t layers = params_.scope == TableScope::group ? params_.layers : 1;
     for (const Plane& plane : {k_, v_, u_}) {
       if (plane.base == nullptr) { continue; }
-      for (std::int32_t l = 0; l < layers; ++l) {
-        std::memcpy(plane.row(LayerId{l}, to, HeadId{0}, Slot{0}),
-                    plane.row(LayerId{l}, from, HeadId{0}, Slot{0}),
-                    index(plane.page_stride));
-      }
+      for (std::int32_t l = 0; l < layers; ++l) { f(plane, LayerId{l}, index(plane.page_stride)); }
     }
+  }
+  void copy_page(PageId from, PageId to) noexcept {
+    for_each_block([&](const Plane& plane, LayerId l, std::size_t bytes) {
+      std::memcpy(
+          plane.row(l, to, HeadId{0}, Slot{0}), plane.row(l, from, HeadId{0}, Slot{0}), bytes);
+    });
+  }
+  void scrub_page(PageId p) noexcept {
+    for_each_block([&](const Plane& plane, LayerId l, std::size_t bytes) {
+      std::memset(plane.row(l, p, HeadId{0}, Slot{0}), 0, bytes);
+    });
+  }
+  void scrub_rows(SequenceId s) noexcept {
+    const CacheView all = view();
+    detail::for_each_sequence_plane(all, [&](const SequencePlane& plane) {
+      if (plane) { std::memset(plane.row(s, {}, {}, 0), 0, index(plane.sequence_stride)); }
+    });
   }
 
   // Replaces the shared page of a table entry by a copy. There is a free page.
@@ -608,7 +631,7 @@ class PagedCache {
     KVTRIM_ASSERT(own.has_value());
     const PageId page = own.value_or(null_page);
     copy_page(PageId{entry}, page);
-    pool_.release(PageId{entry});
+    release(PageId{entry});
     entry = raw(page);
     touch(s, t);
   }
@@ -750,7 +773,7 @@ class PagedCache {
   void release_tail(SequenceId s, std::int32_t t, std::int32_t first) noexcept {
     std::int32_t* const entries = row_of(s, t);
     for (std::int32_t e = pages_for(state_of(s, t).extent(), params_.page_size); e-- > first;) {
-      pool_.release(PageId{entries[e]});
+      release(PageId{entries[e]});
       entries[e] = raw(null_page);
     }
   }
