@@ -73,7 +73,7 @@ struct Exchange {
 /// The formula.
 [[nodiscard]] inline Exchange exchange_of(const Eviction& e) {
   Exchange x;
-  x.gather(10, e.ranks);  // HeaderAgreement
+  x.gather(11, e.ranks);  // HeaderAgreement
   if (e.window > 0) {     // WindowRounds: maxima, denominators
     const std::int64_t queries = std::int64_t{e.layers} * e.query_heads * e.window;
     x.reduce(queries, e.ranks);

@@ -4,6 +4,7 @@
 #include <kvtrim/kvtrim.hpp>
 
 #include <algorithm>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <type_traits>
@@ -58,6 +59,9 @@ void RankedEvictor::cut(std::span<const SequenceId> sequences,
         if constexpr (std::is_same_v<P, Full>) {
           return;
         } else if constexpr (window || sums || std::is_same_v<P, PageSelector<>>) {
+          const RankSplit how = split_.by_heads() ? RankSplit::heads : RankSplit::rows;
+          if (const auto why = why_not_over_ranks(p, how); !why.empty())
+            throw std::invalid_argument(std::string(P::name) + " over ranks: " + std::string(why));
           agree(sequences, p, keep);
           if constexpr (!window && !sums) {
             if (p.page_scores().heads != Reduction::max)
@@ -68,11 +72,12 @@ void RankedEvictor::cut(std::span<const SequenceId> sequences,
                               : cut_pages(sequences, p, keep);
           } else if (split_.by_context()) {
             cut_rows(sequences, p, keep);
-          } else {  // each head chooses for itself, and none keeps another number of rows than the others
+          } else {  // each head chooses for itself, and none keeps more rows than another
             carry_out(sequences,
                       p,
-                      [&](std::size_t) {
-                        Observation seen;
+                      [&](std::size_t i, const CacheView&) {
+                        const std::int32_t slot = raw(sequences[i]);
+                        Observation seen = evictor_->recorder().observation({&slot, 1});
                         seen.budgets = &keep, seen.budget_rows = {0, 0, 0};
                         return seen;
                       },
@@ -224,32 +229,17 @@ void RankedEvictor::cut_rows(std::span<const SequenceId> sequences,
   drive(top);
   if (!usable(top.status())) require(top.status(), "rows over ranks");
 
-  // Each rank's plan: the rows that stay score 1, and there are as many of them as the head may keep.
-  std::vector<float> marks;
-  std::vector<std::int32_t> budgets;
+  std::optional<KeptRows> kept;
   carry_out(
       sequences,
-      External({.budget = std::max(1, keep)}),
-      [&](std::size_t i) {
-        std::size_t most = 1;
-        for (std::size_t h = 0; h < at(heads); ++h)
-          most = std::max(most, keys[i * at(heads) + h].size());
-        marks.assign(most * at(heads), 0);
-        budgets.assign(at(heads), 0);
-        for (std::size_t h = 0; h < at(heads); ++h) {
-          const std::size_t pair = i * at(heads) + h;
-          for (std::size_t r = 0; r < keys[pair].size(); ++r) {
-            if (!top.keeps(pair, keys[pair][r])) continue;
-            marks[h * most + r] = 1;
-            ++budgets[h];
-          }
-        }
-        Observation seen;
-        seen.scores = SequencePlane::dense(
-            marks.data(), shape.layers, shape.kv_heads, static_cast<std::int32_t>(most));
-        seen.budgets = budgets.data();
-        seen.budget_rows = {0, shape.kv_heads, 1};
-        return seen;
+      KeptRows::policy(),
+      [&](std::size_t i, const CacheView& view) {
+        kept.emplace(view, [&](const HeadRef& head, std::int32_t row) {
+          const std::size_t pair =
+              i * at(heads) + at(raw(head.layer) * shape.kv_heads + raw(head.head));
+          return top.keeps(pair, keys[pair][at(row)]);
+        });
+        return kept->observation();
       },
       top.fingerprint());
 }
@@ -277,39 +267,29 @@ void RankedEvictor::cut_pages(std::span<const SequenceId> sequences,
   if (!any) return;
   score(sequences, policy.scorer());
 
-  // What makes heads comparable: the sum of a head's scores, of all ranks.
-  std::vector<std::uint64_t> totals(pairs_.size());
-  for (std::size_t i = 0; i < pairs_.size(); ++i) {
-    for (const float x : pairs_[i].scores) totals[i] += exact_units(x);
-  }
-  if (policy.page_scores().norm == HeadNorm::sum) {
-    OneRound sum(RoundKind::sum, totals);
-    drive(sum);
-  }
-  PageScoreParams params = policy.page_scores();
-  params.norm = HeadNorm::none;
+  // What makes heads comparable is a sum over the rows of all ranks.
+  const PageScoreParams params = policy.page_scores();
+  std::vector<std::span<const float>> rows;
+  for (const Pair& p : pairs_) rows.emplace_back(p.scores);
+  PageNormRounds norms(params, rows);
+  drive(norms);
   std::vector<std::vector<RankedPage>> sets(sequences.size() * at(shape.layers));
-  std::vector<float> head;
+  std::vector<float> own, scratch(at(page_size));
   for (std::size_t i = 0; i < pairs_.size(); ++i) {
-    const Pair& p = pairs_[i];
-    const auto rows = static_cast<std::int32_t>(p.scores.size());
+    const auto& positions = pairs_[i].positions;
     std::vector<RankedPage>& set = sets[i / at(shape.kv_heads)];
-    const bool first = set.empty();
-    head.resize(at(pages_for(rows, page_size)));
-    std::vector<float> scratch(at(page_size));
-    page_scores(params, p.scores, 0, page_size, scratch, head);
-    const float factor = policy.page_scores().norm == HeadNorm::sum && totals[i] > 0
-                             ? exact_factor(totals[i])
-                             : 1.0F;
-    for (std::int32_t page = 0; page < static_cast<std::int32_t>(head.size()); ++page) {
-      const std::int32_t begin = page * page_size, end = std::min(rows, begin + page_size);
-      const float score = head[at(page)] * factor;
-      if (first) {
-        set.push_back({score, p.positions[at(begin)], p.positions[at(end - 1)], end - begin});
-      } else {
-        set[at(page)].score = std::max(set[at(page)].score, score);
-      }
+    own.resize((positions.size() + at(page_size) - 1) / at(page_size));
+    page_scores(params, rows[i], 0, page_size, norms.of(i), scratch, own);
+    for (std::size_t page = set.size(); page < own.size(); ++page) {  // of the layer's first head
+      const std::size_t begin = page * at(page_size);
+      const std::size_t end = std::min(positions.size(), begin + at(page_size));
+      set.push_back({own[page],
+                     positions[begin],
+                     positions[end - 1],
+                     static_cast<std::int32_t>(end - begin)});
     }
+    for (std::size_t page = 0; page < own.size(); ++page)
+      set[page].score = std::max(set[page].score, own[page]);
   }
   std::vector<std::span<const RankedPage>> spans(sets.begin(), sets.end());
   std::vector<std::span<const Position>> positions;
@@ -319,35 +299,18 @@ void RankedEvictor::cut_pages(std::span<const SequenceId> sequences,
   drive(pages);
   if (!usable(pages.status())) require(pages.status(), "pages over ranks");
 
-  std::vector<float> marks;
-  std::vector<std::int32_t> budgets;
-  PageSelector<ExternalParams>::Params plain;
-  plain.unit = PageUnit::per_layer;
-  plain.sinks = plain.window = 0;
-  carry_out(
-      sequences,
-      PageSelector<ExternalParams>(plain),
-      [&](std::size_t i) {
-        std::size_t most = 1;
-        for (std::size_t l = 0; l < at(shape.layers); ++l)
-          most = std::max(most, sets[i * at(shape.layers) + l].size());
-        marks.assign(most * at(shape.layers), 0);
-        budgets.assign(at(shape.layers), 0);
-        for (std::size_t l = 0; l < at(shape.layers); ++l) {
-          const std::size_t u = i * at(shape.layers) + l;
-          for (std::size_t page = 0; page < sets[u].size(); ++page) {
-            if (!pages.keeps(u, sets[u][page])) continue;
-            marks[l * most + page] = 1;
-            budgets[l] += sets[u][page].rows;
-          }
-        }
-        Observation seen;
-        seen.page_scores = {marks.data(), 0, static_cast<std::int64_t>(most)};
-        seen.budgets = budgets.data();
-        seen.budget_rows = {0, 1, 0};
-        return seen;
-      },
-      pages.fingerprint());
+  std::optional<KeptRows> kept;
+  carry_out(sequences,
+            KeptRows::policy(),
+            [&](std::size_t i, const CacheView& view) {
+              kept.emplace(view, [&](const HeadRef& head, std::int32_t row) {
+                const std::size_t set = i * at(shape.layers) + at(raw(head.layer));
+                return pages.keeps(set, sets[set][at(row / page_size)]);
+              });
+              return kept->observation();
+            },
+            pages.fingerprint(),
+            {.removal = Removal::drop_pages});
 }
 
 template <class P>
@@ -382,7 +345,7 @@ void RankedEvictor::cut_common_pages(std::span<const SequenceId> sequences,
   std::size_t begin = 0;
   carry_out(sequences,
             policy,
-            [&](std::size_t i) {
+            [&](std::size_t i, const CacheView&) {
               Observation seen;
               seen.page_scores = {scores.data() + begin, 0, static_cast<std::int64_t>(pages_of(i))};
               seen.budgets = &keep, seen.budget_rows = {0, 0, 0};
@@ -395,23 +358,18 @@ void RankedEvictor::cut_common_pages(std::span<const SequenceId> sequences,
 template <class P>
 void RankedEvictor::carry_out(std::span<const SequenceId> sequences,
                               const P& policy,
-                              const std::function<Observation(std::size_t)>& seen,
-                              std::uint64_t fingerprint) {
+                              const Seen& seen,
+                              std::uint64_t fingerprint,
+                              const PlanOptions& options) {
   plans_.resize(std::max(plans_.size(), sequences.size()));
   std::vector<PlanRef> plans;
   std::size_t refused = 0;
   for (std::size_t i = 0; i < sequences.size(); ++i) {
     const CacheView view = cache_->view(sequences[i]);
-    const std::int32_t slot = raw(sequences[i]);
-    Observation obs = evictor_->recorder().observation({&slot, 1});
-    const Observation more = seen(i);
-    obs.scores = more.scores;
-    obs.page_scores = more.page_scores;
-    obs.budgets = more.budgets;
-    obs.budget_rows = more.budget_rows;
+    const Observation obs = seen(i, view);
     plans_[i].resize(
         std::max(plans_[i].size(), plan_workspace_bytes(policy, plan_shape(view, obs))));
-    plans.push_back(plan(policy, view, obs, plans_[i]));
+    plans.push_back(plan(policy, view, obs, plans_[i], options));
     if (split_.by_heads())
       fingerprint =
           detail::mixed(fingerprint, plan_fingerprint(plans[i], RankSplit::heads, PagePolicy<P>));

@@ -74,6 +74,9 @@ class RankedEvictor {
     std::vector<kvtrim::Position> positions;
   };
 
+  /// What a plan of sequence i, which the view shows, looks at.
+  using Seen = std::function<kvtrim::Observation(std::size_t i, const kvtrim::CacheView& view)>;
+
   template <class P>
   void cut_rows(std::span<const kvtrim::SequenceId> sequences, const P& policy, std::int32_t keep);
   template <class P>
@@ -91,8 +94,9 @@ class RankedEvictor {
   template <class P>
   void carry_out(std::span<const kvtrim::SequenceId> sequences,
                  const P& policy,
-                 const std::function<kvtrim::Observation(std::size_t)>& seen,
-                 std::uint64_t fingerprint);
+                 const Seen& seen,
+                 std::uint64_t fingerprint,
+                 const kvtrim::PlanOptions& options = {});
   template <class Run>
   void drive(Run& run);
 

@@ -12,11 +12,13 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
+#include <iterator>
 #include <memory>
 #include <optional>
 #include <span>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "llama_engine/gguf.hpp"
@@ -37,27 +39,29 @@ using kvtrim::SequenceId;
 using parallel::Comparison;
 using program::Token;
 
-struct Options {
-  std::string model, by, record, compare;
-  std::int32_t stripe = 16, threads = 1;
-  std::size_t texts = 0, needles = 0, tokens = 0;
-};
-
 constexpr std::int32_t page_size = 16;
 constexpr std::size_t prompt_tokens = 112;
 constexpr std::size_t answer_tokens = 7;  // of a needle prompt
 constexpr double least_margin = 1e-2, most_difference = 1e-3;
 
-/// The short prompts, as parts of the texts in perplexity.jsonl: those after which one process is sure of every token, under
-/// every policy (`least_margin`).
+/// A short prompt: a part of a text in perplexity.jsonl.
 struct Part {
   std::size_t text, begin;
 };
-constexpr Part parts[]{{0, 0}, {1, 0}, {2, 0}, {3, 0}, {4, 0}, {5, 0}, {0, 200}, {1, 200}};
+/// Those after which one process is sure of every token, under every policy (`least_margin`).
+constexpr Part parts[]{{0, 0}, {3, 0}, {4, 0}, {4, 600}, {2, 900}, {0, 600}, {1, 300}, {1, 700}};
 constexpr std::size_t questions[]{0, 5, 10, 15};  // of those with 1,024 tokens in needle.jsonl
 
+struct Options {
+  std::string model, by, record, compare;
+  std::int32_t stripe = 16, threads = 1;
+  std::vector<Part> texts;
+  std::size_t needles = 0, tokens = 0;
+};
+
 std::vector<program::PolicySpec> policies(std::int32_t rows) {
-  const std::string size = "budget=" + std::to_string(rows);
+  // Sums that ranks may add up in any order; one process adds them up in the same way.
+  const std::string size = "sums=exact,budget=" + std::to_string(rows);
   return {program::PolicySpec("full"),
           program::PolicySpec("snapkv:config=maxima," + size),
           program::PolicySpec("h2o:" + size),
@@ -227,9 +231,17 @@ int run(const Options& o) {
     if (talks) std::printf("\n%-14s %-32s    margin  difference  %s\n", "prompt", "policy", result);
   };
 
-  Session shorts(
-      model, how, split ? &driver : nullptr, policies(64), prompt_tokens + o.tokens, o.texts);
-  for (const Part& part : std::span(parts).first(o.texts)) {
+  Session shorts(model,
+                 how,
+                 split ? &driver : nullptr,
+                 policies(64),
+                 prompt_tokens + o.tokens,
+                 o.texts.size());
+  for (const Part& part : o.texts) {
+    if (part.text >= samples.size() || part.begin + prompt_tokens > samples[part.text].ids.size())
+      throw std::runtime_error("perplexity.jsonl has no prompt of " +
+                               std::to_string(prompt_tokens) + " tokens at " +
+                               std::to_string(part.text) + " " + std::to_string(part.begin));
     shorts.read("text " + std::to_string(part.text) + "+" + std::to_string(part.begin),
                 std::span(samples[part.text].ids).subspan(part.begin, prompt_tokens));
   }
@@ -310,9 +322,12 @@ int main(int argc, char** argv) {
   auto* record =
       app.add_option("--record", o.record, "write what one process computes to this file");
   app.add_option("--compare", o.compare, "the file that one process wrote")->excludes(record);
-  app.add_option("--texts", o.texts, "short prompts, of those that the program knows")
-      ->check(CLI::Range(std::size_t{1}, std::size(parts)))
-      ->default_val(std::size(parts));
+  std::vector<std::pair<std::size_t, std::size_t>> texts;
+  app.add_option(
+      "--texts",
+      texts,
+      "short prompts, each a text in perplexity.jsonl and the token where it begins there; "
+      "without: the eight that the program knows");
   app.add_option("--tokens", o.tokens, "tokens after each short prompt")
       ->check(CLI::Range(std::size_t{1}, std::size_t{1024}))
       ->default_val(std::size_t{64});
@@ -323,6 +338,8 @@ int main(int argc, char** argv) {
       ->check(CLI::Range(1, 4096))
       ->capture_default_str();
   CLI11_PARSE(app, argc, argv);
+  for (const auto& [text, begin] : texts) o.texts.push_back({text, begin});
+  if (texts.empty()) o.texts.assign(std::begin(parts), std::end(parts));
   MPI_Init(&argc, &argv);
   bool finished = false;
   const int status = program::run("ranks", [&] {

@@ -20,7 +20,7 @@ failed=0
 for run in $runs; do
   # shellcheck disable=SC2086 # several arguments
   case $run in
-    1) "$@" 1 "$ranks" --model "$model" --record "$file" $arguments || exit 1 ;;
+    1) "$@" 1 "$ranks" --model "$model" --record "$file" --threads "$(nproc)" $arguments || exit 1 ;;
     *) "$@" "${run#*:}" "$ranks" --model "$model" --compare "$file" --split "${run%:*}" $arguments || failed=1 ;;
   esac
   echo
