@@ -14,7 +14,6 @@
 #include <kvtrim/cuda/detail/device.hpp>
 #include <kvtrim/cuda/detail/workspace.hpp>
 #include <kvtrim/cuda/select/detail/radix.cuh>
-#include <kvtrim/observe/plan_shape.hpp>
 
 #include <algorithm>
 #include <cstddef>
@@ -61,10 +60,6 @@ inline constexpr int select_chunk = 8192;  // entries per block if several share
 inline constexpr int shared_keys_at_most = 48 * 1024;
 inline constexpr int long_rows = 16 * 1024;
 inline constexpr int most_shared_heads = 256;  // that have workspace, whatever the device
-
-[[nodiscard]] inline SelectBounds select_bounds(const PlanShape& shape) noexcept {
-  return {shape.sequences, shape.layers, shape.kv_heads, shape.max_rows};
-}
 
 /// The entries of one KV head.
 struct SelectItem {
