@@ -9,6 +9,7 @@
 #include <kvtrim/policy/critical_kv.hpp>
 #include <kvtrim/policy/cur_kv.hpp>
 #include <kvtrim/policy/decorators.hpp>
+#include <kvtrim/policy/expected_attention.hpp>
 #include <kvtrim/policy/heavy_hitter.hpp>
 #include <kvtrim/policy/key_diff.hpp>
 #include <kvtrim/policy/key_norm.hpp>
@@ -91,7 +92,7 @@ TEST_CASE("agreement: what differs is named, with the ranks, on every rank", "[p
     CHECK_THAT(on_last([](RankHeader& h) { h.parts = 0; }),
                ContainsSubstring("rank " + std::to_string(last) + " has none of the 16 KV heads"));
     CHECK_THAT(on_last([](RankHeader& h) { h.first_part = 15, h.parts = 2; }),
-               ContainsSubstring("has KV heads from 15 on, 2 of 16"));
+               ContainsSubstring("has 2 KV heads from number 15 on, of 16"));
     CHECK_THAT(on_last([](RankHeader& h) { h.first_part = -1; }), ContainsSubstring("of 16"));
     CHECK_THAT(on_last([](RankHeader& h) { --h.parts; }),
                ContainsSubstring("15 of 16 KV heads are on a rank"));
@@ -230,6 +231,7 @@ TEST_CASE("over ranks: which policies have a meaning, and why the others have no
              ContainsSubstring("sums = exact"));
   // Rows that are elsewhere decide.
   CHECK_THAT(refused(KeyDiff{}, rows), ContainsSubstring("on other ranks"));
+  CHECK_THAT(refused(ExpectedAttention{}, rows), ContainsSubstring("on other ranks"));
   CHECK_THAT(refused(LagKV{}, rows), ContainsSubstring("on other ranks"));
   CHECK_THAT(refused(RKV{}, rows), ContainsSubstring("on other ranks"));
   CHECK_THAT(refused(CurKV{}, rows), ContainsSubstring("on other ranks"));

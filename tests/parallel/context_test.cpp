@@ -1,18 +1,33 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <kvtrim/core/exact_sum.hpp>
 #include <kvtrim/parallel/context_pages.hpp>
 #include <kvtrim/parallel/context_top_k.hpp>
 #include <kvtrim/parallel/page_norm_rounds.hpp>
 #include <kvtrim/parallel/pooled_scores.hpp>
 #include <kvtrim/parallel/window_rounds.hpp>
+#include <kvtrim/policy/chunk_kv.hpp>
+#include <kvtrim/policy/decorators.hpp>
+#include <kvtrim/policy/heavy_hitter.hpp>
 #include <kvtrim/policy/key_norm.hpp>
 #include <kvtrim/policy/page_selector.hpp>
+#include <kvtrim/policy/pyramid_kv.hpp>
+#include <kvtrim/policy/q_filter.hpp>
 #include <kvtrim/policy/random.hpp>
 #include <kvtrim/policy/snapkv_selector.hpp>
 #include <kvtrim/policy/streaming_sink.hpp>
+#include <kvtrim/policy/top_rows.hpp>
+#include <kvtrim/policy/tova.hpp>
+#include <kvtrim/score/accumulated.hpp>
+#include <kvtrim/score/chunked.hpp>
 #include <kvtrim/score/exact_window.hpp>
 #include <kvtrim/score/key_norm.hpp>
+#include <kvtrim/score/output_norm.hpp>
 #include <kvtrim/score/page_scores.hpp>
+#include <kvtrim/score/per_layer.hpp>
+#include <kvtrim/score/q_filter.hpp>
 #include <kvtrim/score/random.hpp>
+#include <kvtrim/score/tova.hpp>
+#include <kvtrim/score/value_norm.hpp>
 #include <kvtrim/score/window.hpp>
 
 #include "catch.hpp"
@@ -24,6 +39,7 @@
 #include <functional>
 #include <memory>
 #include <span>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -96,6 +112,22 @@ ScoreOf looked_up(const Worlds& worlds,
     const auto at = std::ranges::find(worlds, &world, &std::unique_ptr<RankWorld>::get);
     return scores[index(at - worlds.begin())][RankWorld::pair(head)][index(r)];
   };
+}
+
+// What a policy demands of all rows.
+template <class P>
+std::vector<RankedDemand> demands_by(RankWorld& one, const P& policy) {
+  std::vector<RankedDemand> out;
+  one.for_each_head([&](const HeadRef& head) {
+    DemandInput in;
+    in.state = head.state();
+    in.live = head.live_rows();
+    in.layer = head.view.model_layer(head.layer);
+    in.layers = head.view.layers_of_model();
+    const Demand demand = policy.demand(in);
+    out.push_back({in.live, in.state.next_position, demand.keep, demand.protection});
+  });
+  return out;
 }
 
 float made_up(RankWorld& world, const HeadRef& head, std::int32_t r) {
@@ -197,22 +229,44 @@ TEST_CASE("context parallel: what does not fit is over budget on all ranks", "[p
   });
 }
 
+namespace {
+
+// At a budget of 70 rows.
+template <class P>
+P at_budget() {
+  typename P::Params p{};
+  if constexpr (requires { p.budget = 70; }) { p.budget = 70; }
+  if constexpr (requires { p.heavy = 60; }) { p.heavy = 60, p.sinks = 2; }
+  if constexpr (requires { p.scores.heads = Reduction::max; }) { p.scores.heads = Reduction::max; }
+  p.recent = 5;
+  return P(p);
+}
+
+}  // namespace
+
 TEMPLATE_TEST_CASE("context parallel: scores that a row has by itself, by the library's scorers",
                    "[parallel]",
                    KeyNorm,
-                   kvtrim::Random) {
+                   kvtrim::Random,
+                   QFilter,
+                   HeavyHitter<>,
+                   TopRows<ValueNorm<KeyNormParams>>,
+                   TopRows<OutputNorm<KeyNormParams>>,
+                   TopRows<PerLayer<KeyNormParams>>) {
   for_each_ranks([&](Ranks& ranks) {
     for (const DType dtype : {DType::f32, DType::bf16}) {
-      const Model model{.kv_heads = 3, .tokens = 200, .dtype = dtype};
+      const Model model{.kv_heads = 3, .tokens = 120, .dtype = dtype};
       const Placement placement(Spread::token_striped, ranks.count(), model.tokens, 1);
       Worlds worlds =
           worlds_of(ranks, model, [&](Rank rank) { return rows_of(model, rank, placement); });
       RankWorld one(model, whole(model));
-      const TestType policy({.budget = 70, .sinks = 2, .recent = 5});
+      const auto policy = at_budget<TestType>();
       std::vector<std::vector<std::vector<float>>> scores;
-      for (const auto& world : worlds) { scores.push_back(world->scores_by(policy.scorer(), {})); }
-      const auto demands = demands_of(one, 70, {2, 5});
-      REQUIRE(one.execute(one.make(policy, {})) == Status::ok);
+      for (const auto& world : worlds) {
+        scores.push_back(world->scores_by(policy.scorer(), world->observation()));
+      }
+      const auto demands = demands_by(one, policy);
+      REQUIRE(one.execute(one.make(policy, one.observation())) == Status::ok);
       REQUIRE(evict_rows(ranks, worlds, demands, looked_up(worlds, scores)) == Status::ok);
       require_same_rows(worlds, one);
     }
@@ -324,9 +378,9 @@ std::vector<std::vector<std::vector<float>>> window_scores(Ranks& ranks,
                                                            const WindowParams& params,
                                                            std::span<const float> lse) {
   const std::int32_t heads = model.kv_heads * Model::group;
-  const std::int32_t scored = model.tokens - params.window;
+  const std::int32_t scored = model.tokens - params.unscored();
   std::vector<Position> asked;
-  for (std::int32_t p = scored; p < model.tokens; ++p) { asked.push_back(Position{p}); }
+  for (std::int32_t i = Model::window; i > 0; --i) { asked.push_back(Position{model.tokens - i}); }
   std::vector<CacheView> views;
   std::vector<Observation> observations;
   for (const auto& world : worlds) {
@@ -360,7 +414,7 @@ std::vector<std::vector<std::vector<float>>> window_scores(Ranks& ranks,
   REQUIRE(ranks.drive(rounds) == Status::ok);
   if (ranks.here().size() > 1) {
     CHECK(ranks.traffic.rounds == (lse.empty() ? 2 : 0));
-    CHECK(ranks.traffic.bytes == ranks.traffic.rounds * 8 * model.layers * heads * Model::window);
+    CHECK(ranks.traffic.bytes == ranks.traffic.rounds * 8 * model.layers * heads * params.window);
   }
   std::vector<std::vector<std::vector<float>>> scores(worlds.size());
   std::vector<std::vector<Position>> positions(worlds.size());
@@ -408,7 +462,11 @@ Observation with_lse(RankWorld& one, const Model& model, std::span<const float> 
 
 }  // namespace
 
-TEST_CASE("context parallel: SnapKV with exact sums, and with the LSE of all rows", "[parallel]") {
+TEMPLATE_TEST_CASE(
+    "context parallel: the window's attention with exact sums, and with the LSE of all rows",
+    "[parallel]",
+    SnapKVSelector<>,
+    PyramidKV) {
   for_each_ranks([&](Ranks& ranks) {
     for (const Spread spread : {Spread::contiguous, Spread::zigzag, Spread::page_striped}) {
       for (const bool has_lse : {false, true}) {
@@ -419,19 +477,84 @@ TEST_CASE("context parallel: SnapKV with exact sums, and with the LSE of all row
         Worlds worlds =
             worlds_of(ranks, model, [&](Rank rank) { return rows_of(model, rank, placement); });
         RankWorld one(model, whole(model));
-        const SnapKVSelector<> policy(
-            {.window = Model::window, .budget = 60, .kernel = 5, .sums = Sums::exact});
+        const SnapKVSelector<>::Params snapkv{
+            .window = Model::window, .budget = 60, .kernel = 5, .sums = Sums::exact};
+        typename TestType::Params params{};
+        if constexpr (std::is_same_v<TestType, PyramidKV>) {
+          params.snapkv = snapkv;
+        } else {
+          params = snapkv;
+        }
+        const TestType policy(params);
         // Which numbers an LSE has does not matter here, as long as all ranks have the same.
         std::vector<float> lse;
         for (std::int32_t i = 0; has_lse && i < 8 * Model::group * Model::window; ++i) {
           lse.push_back(5 + 0.01F * static_cast<float>(i % 37));
         }
         const auto scores = window_scores(ranks, worlds, model, placement, policy.scorer(), lse);
-        const auto demands = demands_of(one, 60, {0, Model::window});
+        const auto demands = demands_by(one, policy);
         REQUIRE(one.execute(one.make(policy, with_lse(one, model, lse))) == Status::ok);
         REQUIRE(evict_rows(ranks, worlds, demands, looked_up(worlds, scores)) == Status::ok);
         require_same_rows(worlds, one);
       }
+    }
+  });
+}
+
+TEST_CASE("context parallel: one set per layer, and chunks, with exact sums over heads and rows",
+          "[parallel]") {
+  for_each_ranks([&](Ranks& ranks) {
+    const Model model{.kv_heads = 3, .tokens = 101, .scope = TableScope::layer};
+    constexpr std::int32_t chunk = 5;  // not a multiple of the page: chunks lie on two ranks
+    const Placement placement(Spread::page_striped, ranks.count(), model.tokens, model.page_size);
+    for (const bool chunked : {false, true}) {
+      Worlds worlds =
+          worlds_of(ranks, model, [&](Rank rank) { return rows_of(model, rank, placement); });
+      RankWorld one(model, whole(model));
+      WindowParams token{.window = 1, .kernel = 1, .own_columns = true, .sums = Sums::exact};
+      if (chunked) { token = {.window = Model::window, .kernel = 3, .sums = Sums::exact}; }
+      const Tova tova({.budget = 40, .scores = {.sums = Sums::exact}});
+      const ChunkKV<> chunks(
+          {.budget = 40, .chunk = chunk, .recent = Model::window, .scores = token});
+      auto scores = window_scores(ranks, worlds, model, placement, token, {});
+      // Of each row the units of all heads, which are here; of each chunk those of its rows, and their number.
+      const std::size_t all = index(pages_for(model.tokens, chunk));
+      std::vector<std::vector<std::uint64_t>> units(worlds.size());
+      std::vector<OneRound> runs;
+      for (std::size_t i = 0; i < worlds.size(); ++i) {
+        const auto& positions = worlds[i]->part().positions;
+        units[i].resize(index(model.layers) * all * 2);
+        for (std::int32_t l = 0; l < model.layers; ++l) {
+          std::vector<std::uint64_t> rows(positions.size());
+          const auto heads = std::span(scores[i]).subspan(index(l * 3), 3);
+          for (const auto& list : heads) { add_scores(list, rows); }
+          for (std::size_t r = 0; r < rows.size(); ++r) {
+            const std::size_t c = 2 * (index(l) * all + index(positions[r] / chunk));
+            units[i][c] += rows[r];
+            units[i][c + 1] += 1;
+            for (auto& list : heads) { list[r] = exact_score_mean(rows[r], 3); }
+          }
+        }
+        runs.emplace_back(RoundKind::sum, units[i]);
+      }
+      if (chunked) {
+        REQUIRE(ranks.drive(runs) == Status::ok);
+        for (std::size_t i = 0; i < worlds.size(); ++i) {
+          for (std::size_t h = 0; h < scores[i].size(); ++h) {
+            for (std::size_t r = 0; r < scores[i][h].size(); ++r) {
+              const std::size_t c =
+                  2 * (h / 3 * all + index(worlds[i]->part().positions[r] / chunk));
+              scores[i][h][r] =
+                  exact_score_mean(units[i][c], static_cast<std::int64_t>(units[i][c + 1]));
+            }
+          }
+        }
+      }
+      const auto demands = chunked ? demands_by(one, chunks) : demands_by(one, tova);
+      REQUIRE(one.execute(chunked ? one.make(chunks, one.observation())
+                                  : one.make(tova, one.observation())) == Status::ok);
+      REQUIRE(evict_rows(ranks, worlds, demands, looked_up(worlds, scores)) == Status::ok);
+      require_same_rows(worlds, one);
     }
   });
 }

@@ -10,6 +10,7 @@
 #include <kvtrim/policy/critical_kv.hpp>
 #include <kvtrim/policy/cur_kv.hpp>
 #include <kvtrim/policy/decorators.hpp>
+#include <kvtrim/policy/expected_attention.hpp>
 #include <kvtrim/policy/heavy_hitter.hpp>
 #include <kvtrim/policy/key_diff.hpp>
 #include <kvtrim/policy/key_norm.hpp>
@@ -25,6 +26,7 @@
 #include <kvtrim/score/accumulated.hpp>
 #include <kvtrim/score/chunked.hpp>
 #include <kvtrim/score/cur.hpp>
+#include <kvtrim/score/expected_attention.hpp>
 #include <kvtrim/score/key_diff.hpp>
 #include <kvtrim/score/key_norm.hpp>
 #include <kvtrim/score/lag_kv.hpp>
@@ -61,7 +63,11 @@ std::size_t index(std::int64_t i) {
 // A policy at a budget of 40 rows, its other parameters as they are.
 template <class P>
 P at_budget() {
+  static const std::vector<double> frequencies{1, 0.1};
   typename P::Params p{};
+  if constexpr (requires { p.scores.rope.dim = 4; }) {
+    p.scores.rope = {.inverse_frequencies = frequencies, .dim = 4, .same_for_all_layers = true};
+  }
   if constexpr (requires { p.recent = 20; }) { p.recent = 20; }
   if constexpr (requires { p.heavy = 20; }) { p.heavy = 20; }
   if constexpr (requires { p.inner.budget = 40; }) {
@@ -91,6 +97,7 @@ TEMPLATE_TEST_CASE(
     RKV,
     CurKV,
     QFilter,
+    ExpectedAttention,
     CriticalKV<SnapKVSelector<>>,
     HeavyHitter<>,
     PyramidKV) {

@@ -21,7 +21,7 @@ class Session {
     MPI_Init(nullptr, nullptr);
     MPI_Comm_dup(MPI_COMM_WORLD, &own_);
     MPI_Comm_set_errhandler(own_, MPI_ERRORS_RETURN);
-    communicator_.emplace(own_, std::chrono::seconds(20));
+    communicator_.emplace(own_, std::chrono::seconds(120));
     kvtrim::test::mpi = &*communicator_;
   }
   Session(const Session&) = delete;

@@ -5,6 +5,7 @@
 // compare what they are about to do, and before anything moves, what came of it.
 
 #include <kvtrim/cache/generation.hpp>
+#include <kvtrim/core/error.hpp>
 #include <kvtrim/core/exact_sum.hpp>
 #include <kvtrim/core/status.hpp>
 #include <kvtrim/evict/plan.hpp>
@@ -96,22 +97,24 @@ class HeaderAgreement {
     for (std::size_t f = 0; f < names.size(); ++f) {
       std::string others;
       for (std::int32_t r = 1; r < rank_.count; ++r) {
-        if (word(r, f) == word(0, f)) { continue; }
-        others += ", " + std::to_string(word(r, f)) + " on rank " + std::to_string(r);
+        if (word(r, f) != word(0, f)) { others += text_of(", {} on rank {}", word(r, f), r); }
       }
-      if (others.empty()) { continue; }
-      add(text, std::string(names[f]) + " " + std::to_string(word(0, f)) + " on rank 0" + others);
+      if (!others.empty()) {
+        add(text, text_of("{} {} on rank 0{}", names[f], word(0, f), others));
+      }
     }
     if (!text.empty()) { return text; }
     if (word(0, ranks_word) != static_cast<std::uint64_t>(rank_.count)) {
       add(text,
-          "a communicator of " + std::to_string(rank_.count) + " ranks, where the engine has " +
-              std::to_string(word(0, ranks_word)));
+          text_of("a communicator of {} ranks, where the engine has {}",
+                  rank_.count,
+                  word(0, ranks_word)));
     }
     if (word(0, addends_word) > static_cast<std::uint64_t>(exact_addends)) {
       add(text,
-          "an exact sum of " + std::to_string(word(0, addends_word)) +
-              " addends, but 64 bits hold at most " + std::to_string(exact_addends));
+          text_of("an exact sum of {} addends, but 64 bits hold at most {}",
+                  word(0, addends_word),
+                  exact_addends));
     }
     add_parts(text);
     return text;
@@ -133,26 +136,28 @@ class HeaderAgreement {
     text += text.empty() ? "kvtrim: ranks cannot evict together: " : "; ";
     text += more;
   }
+  template <class... Values>
+  [[nodiscard]] static std::string text_of(std::string_view format, const Values&... values) {
+    return detail::message(format, {detail::message_text(values)...});
+  }
   // Each head or layer must be on one rank, and no rank without any.
   void add_parts(std::string& text) const {
     const auto split = static_cast<RankSplit>(word(0, split_word));
     if (split == RankSplit::rows) { return; }
     const bool heads = split == RankSplit::heads;
-    const std::string what = heads ? " KV heads" : " layers";
+    const std::string_view what = heads ? "KV heads" : "layers";
     const std::uint64_t all = word(0, heads ? heads_word : layers_word);
     std::uint64_t covered = 0;
     for (std::int32_t r = 0; r < rank_.count; ++r) {
       const std::uint64_t first = word(r, part_word);
       const std::uint64_t parts = word(r, part_word + 1);
-      const std::string who = "rank " + std::to_string(r);
       if (parts == 0) {
-        add(text, who + " has none of the " + std::to_string(all) + what);
+        add(text, text_of("rank {} has none of the {} {}", r, all, what));
         continue;
       }
       if (first >= all || parts > all - first) {
         add(text,
-            who + " has" + what + " from " + std::to_string(first) + " on, " +
-                std::to_string(parts) + " of " + std::to_string(all));
+            text_of("rank {} has {} {} from number {} on, of {}", r, parts, what, first, all));
         continue;
       }
       covered += parts;
@@ -160,14 +165,12 @@ class HeaderAgreement {
         const std::uint64_t begin = word(other, part_word);
         const std::uint64_t end = begin + word(other, part_word + 1);
         if (first < end && begin < first + parts) {
-          add(text,
-              "ranks " + std::to_string(other) + " and " + std::to_string(r) + " have" + what +
-                  " in common");
+          add(text, text_of("ranks {} and {} have {} in common", other, r, what));
         }
       }
     }
     if (text.empty() && covered != all) {
-      add(text, std::to_string(covered) + " of " + std::to_string(all) + what + " are on a rank");
+      add(text, text_of("{} of {} {} are on a rank", covered, all, what));
     }
   }
 
@@ -223,7 +226,7 @@ class PlanAgreement {
     return std::exchange(done_, true) ? Round{} : Round{RoundKind::gather, words_};
   }
   /// Once the round is done, the same on all ranks: `ok` or `over_budget`: apply; otherwise the status of the first rank
-  /// that was refused, or `ranks_differ`.
+  /// that was refused, or `ranks_differ`. `over_budget`: some rank keeps more rows than were chosen, in pages that it shares.
   [[nodiscard]] Status status() const noexcept {
     Status status = Status::ok;
     for (std::int32_t r = 0; r < rank_.count; ++r) {
@@ -238,21 +241,20 @@ class PlanAgreement {
   /// Which ranks were refused and why, or which have another fingerprint than rank 0; empty where all may apply.
   [[nodiscard]] std::string message() const {
     std::string text;
-    const auto add = [&](std::int32_t r, const std::string& what) {
+    const auto add = [&](std::string_view format, auto... values) {
       text += text.empty() ? "kvtrim: nothing was evicted: " : "; ";
-      text += "rank " + std::to_string(r) + ": " + what;
+      text += detail::message(format, {detail::message_text(values)...});
     };
     for (std::int32_t r = 0; r < rank_.count; ++r) {
       if (usable(status_of(r))) { continue; }
-      std::string what(to_string(status_of(r)));
-      if (word(r, 1) > 0) { what += ", " + std::to_string(word(r, 1)) + " spare pages needed"; }
-      add(r, what);
+      add("rank {}: {}, {} spare pages needed", r, to_string(status_of(r)), word(r, 1));
     }
     for (std::int32_t r = 1; text.empty() && r < rank_.count; ++r) {
       if (word(r, 2) == word(0, 2)) { continue; }
-      add(r,
-          "fingerprint " + std::to_string(word(r, 2)) + ", rank 0 has " +
-              std::to_string(word(0, 2)));
+      add("rank {} keeps other rows than rank 0, or another number: fingerprint {} and {}",
+          r,
+          word(r, 2),
+          word(0, 2));
     }
     return text;
   }

@@ -45,9 +45,8 @@ class MpiCommunicator {
   /// to have errors reported rather than the program ended, its handler must be `MPI_ERRORS_RETURN`.
   ///
   /// \param deadline  how long a call waits for the other ranks
-  explicit MpiCommunicator(
-      MPI_Comm communicator,
-      std::chrono::steady_clock::duration deadline = std::chrono::seconds(30))
+  explicit MpiCommunicator(MPI_Comm communicator,
+                           std::chrono::steady_clock::duration deadline = std::chrono::seconds(30))
       : deadline_(deadline), call_(std::make_unique<Call>()) {
     call_->communicator = communicator;
     MPI_Comm_rank(communicator, &rank_.index);

@@ -11,7 +11,6 @@
 #include <kvtrim/policy/chunk_kv.hpp>
 #include <kvtrim/policy/critical_kv.hpp>
 #include <kvtrim/policy/decorators.hpp>
-#include <kvtrim/policy/expected_attention.hpp>
 #include <kvtrim/policy/external.hpp>
 #include <kvtrim/policy/key_norm.hpp>
 #include <kvtrim/policy/page_selector.hpp>
@@ -37,21 +36,18 @@ template <class S>
 [[nodiscard]] constexpr std::string_view why_not_over_rows(const S& scores) noexcept {
   constexpr bool by_itself = std::is_same_v<S, NoScores> || std::is_same_v<S, ExternalParams> ||
                              std::is_same_v<S, KeyNormParams> || std::is_same_v<S, QFilterParams> ||
-                             std::is_same_v<S, RandomParams> ||
-                             std::is_same_v<S, ExpectedAttentionParams> ||
-                             std::is_same_v<S, AccumulateParams>;
+                             std::is_same_v<S, RandomParams> || std::is_same_v<S, AccumulateParams>;
   if constexpr (by_itself) {
     return {};
-  } else if constexpr (std::is_same_v<S, WindowParams> || std::is_same_v<S, TovaParams>) {
-    return sums_of(scores) == Sums::exact ? std::string_view{} : float_sums;
-  } else if constexpr (requires { scores.chunk; }) {
+  } else if constexpr (std::is_same_v<S, WindowParams> || std::is_same_v<S, TovaParams> ||
+                       requires { scores.chunk; }) {
     return sums_of(scores) == Sums::exact ? std::string_view{} : float_sums;
   } else if constexpr (requires {
                          scores.scores;
                        }) {  // changed row by row, or joined over heads of this rank
     return why_not_over_rows(scores.scores);
   } else {
-    return "a row's score depends on the keys of rows that are on other ranks";
+    return "a row's score depends on the keys of rows that are on other ranks, by sums of floats";
   }
 }
 
