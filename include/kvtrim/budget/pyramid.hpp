@@ -4,6 +4,7 @@
 // Early layers keep more, deep ones less, in equal steps. The published implementations round each layer on its own, so
 // that the layers together keep too much (up to 27 % at small budgets); the exact form hands out what rounding leaves.
 
+#include <kvtrim/core/config.hpp>
 #include <kvtrim/core/types.hpp>
 
 #include <algorithm>
@@ -37,18 +38,19 @@ struct Pyramid {
   /// \par Source
   /// Cai et al., 2024, arXiv:2406.02069 (PyramidKV); differs: in the paper the window is part of the pyramid; here, as in
   /// the published implementations, it comes on top of it
-  [[nodiscard]] std::int32_t rows(std::int32_t live, std::int32_t layer) const noexcept;
+  [[nodiscard]] constexpr std::int32_t rows(std::int32_t live, std::int32_t layer) const noexcept;
 };
 
 namespace detail {
 
 // kvpress's budget of a layer, from the rows that a layer keeps on average.
-[[nodiscard]] inline std::int32_t kvpress_pyramid(double n,
-                                                  double mean,
-                                                  double w,
-                                                  std::int32_t beta,
-                                                  std::int32_t layers,
-                                                  std::int32_t layer) noexcept {
+template <class = void>  // for kernels too
+[[nodiscard]] KVTRIM_HOST_DEVICE std::int32_t kvpress_pyramid(double n,
+                                                              double mean,
+                                                              double w,
+                                                              std::int32_t beta,
+                                                              std::int32_t layers,
+                                                              std::int32_t layer) noexcept {
   const double capacity = w + mean;
   double low = (capacity - w) / beta;
   double high = (capacity - w) * 2 - low;
@@ -104,7 +106,7 @@ namespace detail {
 
 }  // namespace detail
 
-inline std::int32_t Pyramid::rows(std::int32_t live, std::int32_t layer) const noexcept {
+constexpr std::int32_t Pyramid::rows(std::int32_t live, std::int32_t layer) const noexcept {
   if (live <= budget) { return live; }
   const std::int32_t share = std::max(0, budget - window);
   std::int32_t kept = budget;

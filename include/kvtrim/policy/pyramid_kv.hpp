@@ -58,7 +58,7 @@ class PyramidKV {
 
   /// Rows that stay in `in.layer`; a budget given at run time is the average over the layers. The pyramid is that of all
   /// tokens seen, so that what a first eviction left is not cut again.
-  [[nodiscard]] Demand demand(const DemandInput& in) const noexcept {
+  [[nodiscard]] constexpr Demand demand(const DemandInput& in) const noexcept {
     Demand demand = snapkv_.demand(in);
     const std::int32_t tokens = std::max(in.live, in.state.next_position);
     const Pyramid budgets = pyramid(in.budget_or(params_.snapkv.budget), in.layers);

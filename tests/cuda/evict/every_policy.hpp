@@ -36,7 +36,7 @@ P best_rows() {
   p.recent = 3;
   if constexpr (requires { p.scores.window; }) { p.scores.window = 3; }
   if constexpr (requires { p.scores.rope; }) {
-    static constexpr double frequencies[] = {1, 0.25, 0.0625, 0.015625};
+    [[maybe_unused]] static constexpr double frequencies[] = {1, 0.25, 0.0625, 0.015625};
     p.scores.rope = {.inverse_frequencies = frequencies, .dim = 8, .same_for_all_layers = true};
   }
   return P(p);

@@ -21,15 +21,15 @@ using namespace kvtrim::test;
 
 namespace {
 
-struct Sums {
+struct RowSums {
   std::vector<float> sums;
   std::vector<float> rests;
   std::vector<float> scores;
 };
 
-Sums accumulate(ScoreWorld& w,
-                const AccumulateParams& params,
-                cuda::ScorePath path = cuda::ScorePath::automatic) {
+RowSums accumulate(ScoreWorld& w,
+                   const AccumulateParams& params,
+                   cuda::ScorePath path = cuda::ScorePath::automatic) {
   const std::size_t bytes = cuda::column_sums_workspace_bytes(w.view);
   DeviceBuffer<std::byte> workspace(bytes, "workspace");
   DeviceBuffer<float> scores(std::vector<float>(w.host_sums.size(), -7.0F), "scores");
@@ -88,7 +88,10 @@ Expected column_sum(ScoreWorld& w,
 }
 
 // Largest error in units of its bound after one call on planes that held `before` everywhere.
-double worst_error(ScoreWorld& w, const AccumulateParams& params, const Sums& got, float before) {
+double worst_error(ScoreWorld& w,
+                   const AccumulateParams& params,
+                   const RowSums& got,
+                   float before) {
   double worst = 0;
   for (std::int32_t s = 0; s < w.sequences; ++s) {
     for (std::int32_t l = 0; l < w.o.layers; ++l) {
@@ -185,7 +188,7 @@ TEST_CASE("cuda column sums: they equal the CPU's", "[column_sums][parity]") {
     ScoreWorld w(o);
     const AccumulateParams params{.decay = 0.99F};
     start_at(w, 0.25F);
-    const Sums got = accumulate(w, params, path);
+    const RowSums got = accumulate(w, params, path);
     cpu_column_sums(params, w.host_view, w.host_queries, SequenceId{0}, LayerId{0}, HeadId{0});
     for (std::int32_t r = 0; r < 150; ++r) {
       const double x = static_cast<double>(got.sums[at(r)]) + static_cast<double>(got.rests[at(r)]);
@@ -207,7 +210,7 @@ TEST_CASE("cuda column sums: keys, queries and LSE that are not finite count as 
     w.put_query(0, 0, 0, 2, 1, HUGE_VAL);
     start_at(w, 0.0F);
     const AccumulateParams params;
-    const Sums got = accumulate(w, params, path);
+    const RowSums got = accumulate(w, params, path);
     CHECK(std::isnan(got.sums[3]));
     CHECK(worst_error(w, params, got, 0.0F) <= 1);
   }
@@ -222,12 +225,12 @@ TEST_CASE("cuda column sums: where the queries of a sequence lie does not change
     o.query_dtype = dtype;
     const AccumulateParams params{.decay = 0.75F};
     ScoreWorld plain(o);
-    const Sums expected = accumulate(plain, params);
+    const RowSums expected = accumulate(plain, params);
     for (const bool ring : {false, true}) {
       o.ring = ring;
       o.slots = {2, 0, 1};
       ScoreWorld w(o);
-      const Sums got = accumulate(w, params);
+      const RowSums got = accumulate(w, params);
       CHECK(got.sums == expected.sums);
       CHECK(got.rests == expected.rests);
       CHECK(got.scores == expected.scores);
@@ -242,9 +245,9 @@ TEST_CASE("cuda column sums: step by step or at once, the sums agree", "[column_
   o.score_planes = true;
   ScoreWorld w(o);
   const AccumulateParams params{.decay = 0.95F};
-  const Sums whole = accumulate(w, params);
+  const RowSums whole = accumulate(w, params);
   start_at(w, 0.0F);
-  Sums steps;
+  RowSums steps;
   for (std::int32_t i = 0; i < 40; ++i) {  // one query per call, as in decode
     cuda::DeviceQueries all = w.queries;
     DeviceBuffer<std::int32_t> position(std::vector<std::int32_t>{i}, "position");

@@ -64,7 +64,7 @@ std::vector<float> eight_bit_values() {
   for (std::uint32_t b = 0; b < 256; b += 4) { words.push_back(b * 0x0101'0101U + 0x0302'0100U); }
   const DeviceBuffer<std::uint32_t> in(words, "bits");
   DeviceBuffer<float> out(256, "values");
-  const FlushToZero flushed;
+  [[maybe_unused]] const FlushToZero flushed;
   REQUIRE(cuda::detail::launch(
               values_kernel<T>, dim3(1), dim3(64), 0, nullptr, in.data(), out.data()) ==
           cudaSuccess);
@@ -102,7 +102,7 @@ TEST_CASE("cuda values: all f16 queries and keys are what the format says", "[cu
     DeviceBuffer<float> out(1024, "values");
     DeviceBuffer<float> keys(1024, "values");
     {
-      const FlushToZero flushed;
+      [[maybe_unused]] const FlushToZero flushed;
       REQUIRE(cuda::detail::launch(queries_kernel,
                                    dim3(1),
                                    dim3(256),

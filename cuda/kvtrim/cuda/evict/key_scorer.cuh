@@ -44,7 +44,7 @@ struct KeyScorer {
   }
   [[nodiscard]] static cudaError_t launch(const Params&,
                                           const CacheView& view,
-                                          const DeviceObservation& obs,
+                                          const DeviceObservation&,
                                           const ScorerCall& call,
                                           RowScores& rows) noexcept {
     const PlanShape& shape = call.shape;

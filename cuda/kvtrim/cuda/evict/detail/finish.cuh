@@ -35,7 +35,7 @@ struct FinishShared {
 
 // One block: totals, and where each table's share of the common lists begins.
 template <class = void>
-__global__ void KVTRIM_LAUNCH_BOUNDS(select_threads)
+__global__ void KVTRIM_LAUNCH_BOUNDS(select_threads, 1)
     finish_kernel(CacheView view, DevicePlan plan, DevicePlanOptions options) {
   KVTRIM_SHARED(FinishShared, shared, );
   const auto thread = static_cast<std::int32_t>(threadIdx.x);
