@@ -669,9 +669,9 @@ TEST_CASE("recorder: what cannot be recorded is refused with the numbers, nothin
   refused(
       [&](V&, L& s) { return s.unrotated.row_counts = nullptr, none; }, "unrotated rows", 0, 1, 0);
   refused([&](V& v, L&) { return v.score_sums = {}, none; }, "score planes", 1, 2);
-  refused([&](V& v, L&) { return v.k.dtype = DType::f8e4m3, none; },
+  refused([&](V& v, L&) { return v.k.dtype = DType::opaque, none; },
           "dtype",
-          static_cast<std::int64_t>(DType::f8e4m3),
+          static_cast<std::int64_t>(DType::opaque),
           0);
   std::vector<SequenceState> states(world.view().states, world.view().states + 3);
   states[1].append_row = 4;

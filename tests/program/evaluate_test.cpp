@@ -289,7 +289,7 @@ TEST_CASE("evaluate: bad input ends before the work", "[evaluate][fault]") {
   s.fails({"--removed", "1.5"}, "is not within 0 and 1");
   s.fails({"--policy", "snapkv:windows=8"}, "unknown key 'windows'; known are config, window, ");
   s.fails({"--policy", "h2o", "h2o:decay=0.5"},
-          "one has decay 1, squared false, the other decay 0.5");
+          "one has decay 1, squared false, exact sums false, the other decay 0.5");
   s.fails({"--removed", "0.5,-0.1"}, "--removed -0.1");
   s.fails({"--removed", "nan"}, "--removed nan");
   s.fails({"--policy", "qfilter"}, "needs --filters");

@@ -200,11 +200,12 @@ TEST_CASE("policy spec: a wrong key lists the policy's keys", "[program][edge]")
       PolicySpec("h2o:sink=4"),
       ContainsSubstring("unknown key 'sink'") &&
           ContainsSubstring(
-              "recent, sinks, mode, interval, grace, decay, age, squared, removed, budget"));
+              "recent, sinks, mode, interval, grace, decay, age, squared, sums, removed, budget"));
   CHECK_THROWS_WITH(
       PolicySpec("snapkv:recent=4"),
       ContainsSubstring("unknown key 'recent'") &&
-          ContainsSubstring("window, kernel, pool, rows, group, columns, sinks, removed, budget"));
+          ContainsSubstring(
+              "window, kernel, pool, rows, group, columns, sums, sinks, removed, budget"));
 }
 
 TEST_CASE("policy spec: a wrong value names the key and lists the words", "[program][edge]") {

@@ -209,5 +209,7 @@ TEST_CASE("lag_kv: rows that cannot be read are a bad observation", "[lag_kv][ed
   CHECK(scorer.check(view, {}) == Status::bad_observation);
   view = c.view();
   view.k.dtype = DType::f8e4m3;
+  CHECK(scorer.check(view, {}) == Status::ok);
+  view.k.dtype = DType::opaque;
   CHECK(scorer.check(view, {}) == Status::bad_observation);
 }
