@@ -176,7 +176,9 @@ void same_by_own_scores(const P& policy, const WorldShape& shape, std::uint32_t 
     std::swap(positions[static_cast<std::size_t>(world.capacity())],
               positions[static_cast<std::size_t>(world.capacity() + 1)]);
     world.device().positions.upload(positions);
-    REQUIRE(run() == cudaSuccess);
+    const cudaError_t ran = run();
+    INFO(kvtrim::test::device_message());
+    REQUIRE(ran == cudaSuccess);
     CHECK(to_string(report().status) == "bad_observation");
     world.device().positions.upload(sound);
   }

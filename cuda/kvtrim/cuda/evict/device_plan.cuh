@@ -35,7 +35,7 @@ inline constexpr int move_tile = 32;  // rows that a block moves at a time
 enum class DeviceStage : std::int32_t { planned, applied, committed };
 
 struct PlanControl {
-  unsigned long long faults[5];  // the first one of each phase: place, status; all bits set: none
+  unsigned long long faults[6];  // the first one of each phase: place, status; all bits set: none
   DeviceStage stage;
   Status status;          // the plan's own; the report has that of the last call
   std::int32_t evicting;  // tables from which something goes
@@ -51,10 +51,11 @@ inline constexpr unsigned long long no_fault = ~0ULL;
 // Phases of a plan, in the order in which the host finds their faults. Entries count only if something goes. Each reads only
 // the faults of the phases before it.
 inline constexpr int phase_length = 0;
-inline constexpr int phase_open = 1;
-inline constexpr int phase_entries = 2;
-inline constexpr int phase_select = 3;
-inline constexpr int phase_close = 4;
+inline constexpr int phase_scores = 1;
+inline constexpr int phase_open = 2;
+inline constexpr int phase_entries = 3;
+inline constexpr int phase_select = 4;
+inline constexpr int phase_close = 5;
 KVTRIM_DEVICE void note_fault(PlanControl* control, int phase, long long place, Status status) {
   atomicMin(&control->faults[phase],
             static_cast<unsigned long long>(place) << 8U | static_cast<unsigned long long>(status));

@@ -97,7 +97,7 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(layer_threads) layer_mean_kernel(CacheView 
                                                                       const std::int32_t* active,
                                                                       SequencePlane scores,
                                                                       PlanControl* control) {
-  if (failed_before(control, phase_open)) { return; }  // the lengths cannot be trusted
+  if (failed_before(control, phase_scores)) { return; }  // the lengths cannot be trusted
   for (std::int32_t i = static_cast<std::int32_t>(blockIdx.x); i < view.sequences * view.layers;
        i += static_cast<std::int32_t>(gridDim.x)) {
     const SequenceId s{i / view.layers};
@@ -130,7 +130,7 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(layer_threads) layer_mean_kernel(CacheView 
         *reinterpret_cast<float*>(scores.row(s, l, HeadId{h}, r)) = sum;
       }
     }
-    if (!same) { note_fault(control, phase_length, i, Status::bad_observation); }
+    if (!same) { note_fault(control, phase_scores, i, Status::bad_observation); }
   }
 }
 
