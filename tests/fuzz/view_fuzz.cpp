@@ -85,8 +85,10 @@ void evict(const P& policy, HostileView& world, Reader& in) {
   DenseTables sink(view, world.ids, world.lengths, world.counts, freed);
   const std::int64_t gone = made.evicted_rows();
   require(usable(commit(made, view, sink).status), "applied, but not committed");
-  require(gone == 0 || view.reserved_pages != nullptr ||
-              check_tables(view, scratch).status == Status::ok,
+  // Counts from outside may be below the number of tables: then a page that one of them gave back seems to be another's own.
+  const Status after = check_tables(view, scratch).status;
+  require(gone == 0 || view.reserved_pages != nullptr || after == Status::ok ||
+              (after == Status::page_twice && view.writable.ref_counts != nullptr),
           "tables are broken");
 }
 
