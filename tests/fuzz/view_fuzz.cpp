@@ -65,7 +65,9 @@ void evict(const P& policy, HostileView& world, Reader& in) {
       options.rerotator = &*rerotator;
     } catch (const std::invalid_argument&) {}
   }
-  std::vector<std::byte> workspace(plan_workspace_bytes(policy, plan_shape(view, obs)));
+  const std::size_t needed = plan_workspace_bytes(policy, plan_shape(view, obs));
+  if (needed > std::size_t{1} << 28U) { return; }  // tables of no sequence may be of any size
+  std::vector<std::byte> workspace(needed);
   const PlanRef made = plan(policy, view, obs, workspace, options);
   require(made.status() != Status::workspace_too_small, "the workspace is what was asked for");
   if (!usable(made.status())) { return; }

@@ -146,10 +146,12 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(layout_threads)
             (!p.constant() && !cache::follows_pools(view, p.layer_stride != 0, p.head_stride != 0));
     }
     const std::int32_t n = cache::bases_of(view, i);
+    // Not by index: a parameter that is indexed would be copied to local memory.
+    const std::int32_t unit = i == 0 ? units.of[0] : i == 1 ? units.of[1] : units.of[2];
     for (std::int32_t x = static_cast<std::int32_t>(threadIdx.x);
          i == j && i < cache::first_page_plane && x < n;
          x += layout_threads) {
-      bad = bad || cache::base_of(view, i, x) % units.of[i] != 0;
+      bad = bad || cache::base_of(view, i, x) % unit != 0;
     }
     const std::int32_t m = cache::share_pages(view, i, j) ? cache::bases_of(view, j) : 0;
     for (std::int32_t x = static_cast<std::int32_t>(threadIdx.x); x < n * m && !bad;
