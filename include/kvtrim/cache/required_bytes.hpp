@@ -169,8 +169,9 @@ class PlaceRange {
   const Writable& w = view.writable;
   PlaceRange places(name);
   return places.add(1, view.pages)
-      .add(w.layer_stride, view.scope == TableScope::group ? 1 : view.layers)
-      .add(w.head_stride, view.scope == TableScope::head ? view.kv_heads : 1)
+      .add(w.layer_stride,
+           view.layers)  // whatever the tables are: a spare page must be free in every pool
+      .add(w.head_stride, view.kv_heads)
       .bytes(4);
 }
 
