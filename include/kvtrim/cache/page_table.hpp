@@ -46,7 +46,8 @@ struct PageTable {
                                                            LayerId l,
                                                            HeadId h) const noexcept {
     const std::int64_t r = rows(s, l, h);
-    return ids + (indptr != nullptr ? indptr[r] : r * row_stride);
+    // Without entries there is no first one, and a stride may be anything.
+    return ids + (indptr != nullptr ? indptr[r] : max_pages > 0 ? r * row_stride : 0);
   }
 
   /// Entries a row has room for; -1 where row starts descend, which no length fits.
