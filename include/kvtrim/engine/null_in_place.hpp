@@ -8,6 +8,7 @@
 #include <kvtrim/cache/cache_view.hpp>
 #include <kvtrim/cache/table_update.hpp>
 #include <kvtrim/core/error.hpp>
+#include <kvtrim/evict/detail/freed_list.hpp>
 
 #include <algorithm>
 #include <cstddef>
@@ -160,28 +161,19 @@ class NullInPlaceTables {
   }
   /// Drops one reference.
   bool release(PageId p) noexcept {
-    if (ref_counts_ != nullptr) {
-      std::int32_t& count = ref_counts_[raw(p)];
-      if (count <= 0) { return false; }
-      --count;
-      if (count > 0) { return false; }
-    }
-    if (count_ < freed_.size()) { freed_[count_] = p; }
-    ++count_;
+    if (!kvtrim::detail::drop_reference(ref_counts_, raw(p))) { return false; }
+    freed_.add(p);
     return true;
   }
   /// Pages that became free so far.
-  [[nodiscard]] std::span<const PageId> freed() const noexcept {
-    return freed_.first(std::min(count_, freed_.size()));
-  }
+  [[nodiscard]] std::span<const PageId> freed() const noexcept { return freed_.all(); }
 
  private:
   CacheView view_;
   CacheView compact_;
   std::int32_t* ids_;
   std::int32_t* ref_counts_;
-  std::span<PageId> freed_;
-  std::size_t count_ = 0;
+  kvtrim::detail::FreedList<PageId> freed_;
 };
 static_assert(TableSink<NullInPlaceTables>);
 

@@ -10,6 +10,7 @@
 #include <kvtrim/core/error.hpp>
 #include <kvtrim/core/status.hpp>
 #include <kvtrim/engine/tensor_view.hpp>
+#include <kvtrim/evict/detail/freed_list.hpp>
 
 #include <algorithm>
 #include <cstddef>
@@ -142,29 +143,19 @@ class SlotTables {
   }
   /// Drops one reference.
   bool release(PageId p) noexcept {
-    if (ref_counts_ != nullptr) {
-      std::int32_t& count = ref_counts_[raw(p)];
-      if (count <= 0) { return false; }
-      --count;
-      if (count > 0) { return false; }
-    }
-    for (std::int32_t i = 0; i < view_.page_size; ++i, ++count_) {
-      if (count_ < freed_.size()) { freed_[count_] = raw(p) * view_.page_size + i; }
-    }
+    if (!kvtrim::detail::drop_reference(ref_counts_, raw(p))) { return false; }
+    for (std::int32_t i = 0; i < view_.page_size; ++i) { freed_.add(raw(p) * view_.page_size + i); }
     return true;
   }
   /// Slots that became free so far.
-  [[nodiscard]] std::span<const std::int32_t> freed() const noexcept {
-    return freed_.first(std::min(count_, freed_.size()));
-  }
+  [[nodiscard]] std::span<const std::int32_t> freed() const noexcept { return freed_.all(); }
 
  private:
   CacheView view_;
   Requests batch_;
   std::int32_t* lengths_;
   std::int32_t* ref_counts_;
-  std::span<std::int32_t> freed_;
-  std::size_t count_ = 0;
+  kvtrim::detail::FreedList<std::int32_t> freed_;
 };
 static_assert(TableSink<SlotTables>);
 

@@ -6,10 +6,10 @@
 #include <kvtrim/cache/head_ref.hpp>
 #include <kvtrim/cache/table_update.hpp>
 #include <kvtrim/core/status.hpp>
+#include <kvtrim/evict/detail/freed_list.hpp>
 #include <kvtrim/evict/detail/same_cache.hpp>
 #include <kvtrim/evict/plan.hpp>
 
-#include <algorithm>
 #include <cstdint>
 #include <span>
 
@@ -206,26 +206,18 @@ class DenseTables {
   }
   /// Drops one reference.
   bool release(const ReleasedPage& p) noexcept {
-    if (ref_counts_ != nullptr) {
-      std::int32_t& count = ref_counts_[view_.writable.index(p.page, p.layer, p.head)];
-      if (count <= 0) { return false; }
-      --count;
-      if (count > 0) { return false; }
+    if (!detail::drop_reference(ref_counts_, view_.writable.index(p.page, p.layer, p.head))) {
+      return false;
     }
-    if (count_ < freed_.size()) { freed_[count_] = p.page; }
-    if (count_ < freed_tables_.size()) {
-      freed_tables_[count_] = view_.table_index(p.sequence, p.table);
-    }
-    ++count_;
+    freed_.add(p.page);
+    freed_tables_.add(view_.table_index(p.sequence, p.table));
     return true;
   }
   /// Pages that became free so far.
-  [[nodiscard]] std::span<const PageId> freed() const noexcept {
-    return freed_.first(std::min(count_, freed_.size()));
-  }
+  [[nodiscard]] std::span<const PageId> freed() const noexcept { return freed_.all(); }
   /// Tables that they left; empty if that was not wanted.
   [[nodiscard]] std::span<const std::int64_t> freed_tables() const noexcept {
-    return freed_tables_.first(std::min(count_, freed_tables_.size()));
+    return freed_tables_.all();
   }
 
  private:
@@ -241,9 +233,8 @@ class DenseTables {
   std::int32_t* ids_;
   std::int32_t* lengths_;
   std::int32_t* ref_counts_;
-  std::span<PageId> freed_;
-  std::span<std::int64_t> freed_tables_;
-  std::size_t count_ = 0;
+  detail::FreedList<PageId> freed_;
+  detail::FreedList<std::int64_t> freed_tables_;
 };
 static_assert(TableSink<DenseTables>);
 

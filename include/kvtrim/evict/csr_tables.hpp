@@ -5,6 +5,7 @@
 
 #include <kvtrim/cache/cache_view.hpp>
 #include <kvtrim/cache/table_update.hpp>
+#include <kvtrim/evict/detail/freed_list.hpp>
 
 #include <algorithm>
 #include <cstddef>
@@ -78,20 +79,14 @@ class CsrTables {
   }
   /// Drops one reference.
   bool release(const ReleasedPage& p) noexcept {
-    if (ref_counts_ != nullptr) {
-      std::int32_t& count = ref_counts_[view_.writable.index(p.page, p.layer, p.head)];
-      if (count <= 0) { return false; }
-      --count;
-      if (count > 0) { return false; }
+    if (!detail::drop_reference(ref_counts_, view_.writable.index(p.page, p.layer, p.head))) {
+      return false;
     }
-    if (count_ < freed_.size()) { freed_[count_] = p.page; }
-    ++count_;
+    freed_.add(p.page);
     return true;
   }
   /// Pages that became free so far.
-  [[nodiscard]] std::span<const PageId> freed() const noexcept {
-    return freed_.first(std::min(count_, freed_.size()));
-  }
+  [[nodiscard]] std::span<const PageId> freed() const noexcept { return freed_.all(); }
 
  private:
   CacheView view_;
@@ -100,8 +95,7 @@ class CsrTables {
   std::int32_t* last_page_len_;
   std::int32_t* ref_counts_;
   std::span<std::int32_t> counts_;
-  std::span<PageId> freed_;
-  std::size_t count_ = 0;
+  detail::FreedList<PageId> freed_;
 };
 static_assert(TableSink<CsrTables>);
 
