@@ -275,11 +275,7 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(Threads) rerotate_kernel(RerotateArgs a) {
   if (tiles == 0) { return cudaSuccess; }
   RerotateArgs a{};
   a.view = view;
-  a.tiles = {static_cast<std::int32_t*>(workspace),
-             view.sequences * view.tables_per_sequence(),
-             tile_keys(k.head_dim),
-             max_rows,
-             0};
+  a.tiles = tile_list(workspace, view, tile_keys(k.head_dim), max_rows);
   a.rope = rope;
   a.mode = mode;
   a.pristine = pristine;

@@ -187,11 +187,7 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(Threads) accumulate_kernel(AccumulateArgs a
   AccumulateArgs a{};
   a.view = view;
   a.probabilities = probabilities;
-  a.tiles = {static_cast<std::int32_t*>(workspace),
-             view.sequences * view.tables_per_sequence(),
-             accumulate_rows,
-             max_rows,
-             0};
+  a.tiles = tile_list(workspace, view, accumulate_rows, max_rows);
   a.params = params;
   a.scores = scores;
   a.vectors =

@@ -71,12 +71,8 @@ namespace kvtrim::cuda {
   if (queries.block.scale == 0) {
     a.queries.block.scale = 1.0F / std::sqrt(static_cast<float>(view.k.head_dim));
   }
-  a.tiles = {static_cast<std::int32_t*>(workspace),
-             view.sequences * view.tables_per_sequence(),
-             tile_keys(view.k.head_dim),
-             bounds.max_rows,
-             0,
-             bounds.active};
+  a.tiles =
+      tile_list(workspace, view, tile_keys(view.k.head_dim), bounds.max_rows, 0, bounds.active);
   a.chunk_stride = key_chunk_stride(view.k);
   a.window = std::numeric_limits<std::int32_t>::max();
   a.use = AttentionUse::column_sums;

@@ -74,6 +74,22 @@ KVTRIM_DEVICE bool ranked_key(const RankedArgs& a,
   return true;
 }
 
+/// Chunk `x` of all items' entries.
+struct RankedChunk {
+  std::int32_t item;
+  std::int32_t begin;  // entries [begin, end); none if the item has fewer
+  std::int32_t end;
+  RankedTask task;
+  ::kvtrim::detail::RadixState state;
+};
+KVTRIM_DEVICE RankedChunk ranked_chunk_at(const RankedArgs& a, std::int64_t x) {
+  const auto item = static_cast<std::int32_t>(x / a.chunks);
+  const std::int32_t begin = static_cast<std::int32_t>(x % a.chunks) * ranked_chunk;
+  const RankedTask task = a.tasks[item];
+  const std::int32_t end = task.extent - begin < ranked_chunk ? task.extent : begin + ranked_chunk;
+  return {item, begin, end, task, a.states[item]};
+}
+
 /// Before the first round. One thread per count.
 template <int Threads>
 __global__ void KVTRIM_LAUNCH_BOUNDS(Threads) begin_ranked_kernel(RankedArgs a) {
@@ -96,15 +112,10 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(Threads)
   const int thread = static_cast<int>(threadIdx.x);
   const std::int64_t all = static_cast<std::int64_t>(a.items) * a.chunks;
   for (std::int64_t x = blockIdx.x; x < all; x += gridDim.x) {
-    const auto item = static_cast<std::int32_t>(x / a.chunks);
-    const std::int32_t begin = static_cast<std::int32_t>(x % a.chunks) * ranked_chunk;
-    const RankedTask task = a.tasks[item];
-    const ::kvtrim::detail::RadixState state = a.states[item];
+    const auto [item, begin, end, task, state] = ranked_chunk_at(a, x);
     if (begin >= task.extent || (!first && state.left == 0)) { continue; }
     counts[thread] = 0;
     __syncthreads();
-    const std::int32_t end =
-        task.extent - begin < ranked_chunk ? task.extent : begin + ranked_chunk;
     for (std::int32_t e = begin + thread; e < end; e += Threads) {
       std::uint64_t key = 0;
       // Two shifts: one by all 64 bits is not defined.
@@ -154,14 +165,9 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(Threads) mark_ranked_kernel(RankedArgs a) {
   const int thread = static_cast<int>(threadIdx.x);
   const std::int64_t all = static_cast<std::int64_t>(a.items) * a.chunks;
   for (std::int64_t x = blockIdx.x; x < all; x += gridDim.x) {
-    const auto item = static_cast<std::int32_t>(x / a.chunks);
-    const std::int32_t begin = static_cast<std::int32_t>(x % a.chunks) * ranked_chunk;
-    const RankedTask task = a.tasks[item];
-    const ::kvtrim::detail::RadixState state = a.states[item];
+    const auto [item, begin, end, task, state] = ranked_chunk_at(a, x);
     const bool good = a.totals[item] == static_cast<std::uint64_t>(task.competing);
     if (begin == 0 && thread == 0) { a.statuses[item] = good ? Status::ok : Status::ranks_differ; }
-    const std::int32_t end =
-        task.extent - begin < ranked_chunk ? task.extent : begin + ranked_chunk;
     for (std::int32_t e = begin + thread; e < end; e += Threads) {
       std::uint64_t key = 0;
       const bool competes = ranked_key(a, task, item, e, key);

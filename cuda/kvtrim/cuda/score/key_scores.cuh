@@ -33,8 +33,7 @@ inline constexpr int key_rows = 64;  // whose norms are known at a time
 struct KeyScoreArgs {
   CacheView view;
   TileList tiles;
-  const std::int32_t* active;  // [sequences, tables]; null: all are
-  float* directions;           // [items, head_dim]
+  float* directions;  // [items, head_dim]
   SequencePlane scores;
   KeyScore score;
 };
@@ -110,7 +109,7 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(key_threads, 2) key_direction_kernel(KeySco
     const LayerId l{item / view.kv_heads % view.layers};
     const HeadId h{item % view.kv_heads};
     const std::int32_t t = view.table_of(l, h);
-    if (a.active != nullptr && a.active[view.table_index(s, t)] == 0) { continue; }
+    if (a.tiles.active != nullptr && a.tiles.active[view.table_index(s, t)] == 0) { continue; }
     const std::int32_t extent = bounded_extent(view, s, l, h, a.tiles.max_rows);
     const std::int32_t hole = view.state(s, l, h).append_row;
     float* const out = a.directions + static_cast<std::int64_t>(item) * view.k.head_dim;
@@ -254,13 +253,8 @@ struct KeyScoreMemory {
   if (tiles == 0) { return cudaSuccess; }
   KeyScoreArgs a{};
   a.view = view;
-  a.tiles = {m.starts,
-             view.sequences * view.tables_per_sequence(),
-             tile_keys(view.k.head_dim),
-             bounds.max_rows,
-             bounds.min_rows,
-             bounds.active};
-  a.active = bounds.active;
+  a.tiles = tile_list(
+      m.starts, view, tile_keys(view.k.head_dim), bounds.max_rows, bounds.min_rows, bounds.active);
   a.directions = m.directions;
   a.scores = scores;
   a.score = score;

@@ -287,12 +287,8 @@ struct WindowMemory {
   if (queries.block.scale == 0) {
     a.queries.block.scale = 1.0F / std::sqrt(static_cast<float>(view.k.head_dim));
   }
-  a.tiles = {m.starts,
-             view.sequences * view.tables_per_sequence(),
-             tile_keys(view.k.head_dim),
-             bounds.max_rows,
-             bounds.min_rows,
-             bounds.active};
+  a.tiles = tile_list(
+      m.starts, view, tile_keys(view.k.head_dim), bounds.max_rows, bounds.min_rows, bounds.active);
   a.chunk_stride = key_chunk_stride(view.k);
   a.most_queries = m.most_queries;
   a.most_tiles = m.most_tiles;

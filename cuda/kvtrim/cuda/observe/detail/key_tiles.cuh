@@ -30,6 +30,21 @@ struct TileList {
   const std::int32_t* active = nullptr;  ///< [tables] 0: the table has no tiles; null: all have
 };
 
+/// The list for all tables of a view; it is made by `list_tiles_kernel`.
+[[nodiscard]] inline TileList tile_list(void* starts,
+                                        const CacheView& view,
+                                        std::int32_t keys,
+                                        std::int32_t max_rows,
+                                        std::int32_t min_rows = 0,
+                                        const std::int32_t* active = nullptr) noexcept {
+  return {static_cast<std::int32_t*>(starts),
+          view.sequences * view.tables_per_sequence(),
+          keys,
+          max_rows,
+          min_rows,
+          active};
+}
+
 /// One tile.
 struct KeyTile {
   SequenceId sequence;
