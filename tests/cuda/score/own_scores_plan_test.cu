@@ -56,6 +56,38 @@ void write_keys(World& world, std::mt19937& random) {
   world.device().pool.upload(world.host().pool);
 }
 
+/// The last queries of every sequence, on both sides.
+struct Queries {
+  Queries(const WorldShape& shape, std::mt19937& random)
+      : values(make(shape, random)), device_values(values, "queries") {
+    QueryBlock& block = host.queries;
+    block.data = values.data();
+    block.query_heads = query_heads;
+    block.rows = query_rows;
+    block.row_stride = shape.k_dim;
+    block.head_stride = query_rows * block.row_stride;
+    block.layer_stride = query_heads * block.head_stride;
+    block.sequence_stride = shape.layers * block.layer_stride;
+    device.queries = block;
+    device.queries.data = device_values.data();
+  }
+
+  std::vector<float> values;
+  DeviceBuffer<float> device_values;
+  Observation host;
+  cuda::DeviceObservation device;
+
+ private:
+  static std::vector<float> make(const WorldShape& shape, std::mt19937& random) {
+    std::vector<float> values(static_cast<std::size_t>(shape.sequences * shape.layers *
+                                                       query_heads * query_rows * shape.k_dim));
+    for (float& x : values) {
+      x = static_cast<float>(static_cast<int>(random() % 512) - 256) / 64.0F;
+    }
+    return values;
+  }
+};
+
 }  // namespace
 
 TEST_CASE("cuda::plan: SnapKVSelector from queries keeps the host's rows", "[cuda][parity]") {
@@ -69,29 +101,14 @@ TEST_CASE("cuda::plan: SnapKVSelector from queries keeps the host's rows", "[cud
   write_keys(world, random);
   const CacheView host = world.host_view();
   const CacheView device = world.device_view();
-  std::vector<float> queries(static_cast<std::size_t>(shape.sequences * shape.layers * query_heads *
-                                                      query_rows * shape.k_dim));
-  for (float& x : queries) {
-    x = static_cast<float>(static_cast<int>(random() % 512) - 256) / 64.0F;
-  }
-  const DeviceBuffer<float> device_queries(queries, "queries");
-  Observation obs;
-  QueryBlock& block = obs.queries;
-  block.data = queries.data();
-  block.query_heads = query_heads;
-  block.rows = query_rows;
-  block.row_stride = shape.k_dim;
-  block.head_stride = query_rows * block.row_stride;
-  block.layer_stride = query_heads * block.head_stride;
-  block.sequence_stride = shape.layers * block.layer_stride;
-  cuda::DeviceObservation device_obs;
-  device_obs.queries = block;
-  device_obs.queries.data = device_queries.data();
+  Queries queries(shape, random);
+  Observation& obs = queries.host;
+  cuda::DeviceObservation& device_obs = queries.device;
   std::vector<std::int32_t> slots;
   for (std::int32_t s = shape.sequences; s > 0; --s) { slots.push_back(s - 1); }
   const DeviceBuffer<std::int32_t> device_slots(slots, "slots");
   if (GENERATE(false, true)) {  // sequences lie in the reverse order
-    block.slots = slots.data();
+    obs.queries.slots = slots.data();
     device_obs.queries.slots = device_slots.data();
   }
 
@@ -137,24 +154,9 @@ void same_by_own_scores(const P& policy, const WorldShape& shape, std::uint32_t 
   write_keys(world, random);
   const CacheView host = world.host_view();
   const CacheView device = world.device_view();
-  std::vector<float> queries(static_cast<std::size_t>(shape.sequences * shape.layers * query_heads *
-                                                      query_rows * shape.k_dim));
-  for (float& x : queries) {
-    x = static_cast<float>(static_cast<int>(random() % 512) - 256) / 64.0F;
-  }
-  const DeviceBuffer<float> device_queries(queries, "queries");
-  Observation obs;
-  QueryBlock& block = obs.queries;
-  block.data = queries.data();
-  block.query_heads = query_heads;
-  block.rows = query_rows;
-  block.row_stride = shape.k_dim;
-  block.head_stride = query_rows * block.row_stride;
-  block.layer_stride = query_heads * block.head_stride;
-  block.sequence_stride = shape.layers * block.layer_stride;
-  cuda::DeviceObservation device_obs;
-  device_obs.queries = block;
-  device_obs.queries.data = device_queries.data();
+  Queries queries(shape, random);
+  Observation& obs = queries.host;
+  cuda::DeviceObservation& device_obs = queries.device;
   const PlanShape bounds = plan_shape(host, obs);
   DeviceBuffer<std::byte> memory(cuda::plan_workspace_bytes(policy, bounds), "workspace");
   const cuda::PlanWorkspace workspace{bounds, memory.data(), memory.size()};
