@@ -2,7 +2,7 @@
 #pragma once
 
 // Sequences are known by slots, the engine's own numbers of them; what a slot has seen lies in a block (`SlotBlocks`), which
-// forks share until one of them records.
+// forks share until one of them records. Over 400 lines: one class; a step is checked against all it has seen, then recorded.
 
 #include <kvtrim/cache/head_ref.hpp>
 #include <kvtrim/core/executor.hpp>

@@ -2,7 +2,7 @@
 #pragma once
 
 // From kept rows, or kept pages, to tables: which pages a table has, what leaves it, what moves, and whether that may be: the
-// host's `stage::close`.
+// host's `stage::close`. Over 400 lines: one block closes one table, and its steps share what it keeps in shared memory.
 
 #include <kvtrim/cache/cache_view.hpp>
 #include <kvtrim/cache/move.hpp>
