@@ -20,27 +20,28 @@ struct Interval {
   double low = 0, high = 1;
 };
 
-/// Interval of a share, `right` of `of`.
+/// Interval of a share, `right` of `of`; or of a mean of `of` values within [0, 1] whose sum is `right`, for which it is at
+/// least as wide as needed: no values within [0, 1] vary more than those that are 0 or 1.
 ///
 /// \param z  quantile of the normal distribution; 1.96 for 95 %
 /// \returns within [0, 1]; [0, 1] if `of` is 0
-/// \throws std::invalid_argument if not 0 <= right <= of
+/// \throws std::invalid_argument if not 0 <= right <= of (NaN included)
 /// \par Complexity
 /// O(1); no allocation
 /// \par Source
 /// Wilson 1927, "Probable inference, the law of succession, and statistical inference"; as written, without continuity correction
-[[nodiscard]] inline Interval wilson(std::int64_t right, std::int64_t of, double z = 1.959963985) {
-  if (right < 0 || right > of)
+[[nodiscard]] inline Interval wilson(double right, std::int64_t of, double z = 1.959963985) {
+  const auto n = static_cast<double>(of);
+  if (!(right >= 0 && right <= n))
     throw std::invalid_argument("evaluate::wilson: right is not within 0 and of");
   if (of == 0) return {};
-  const auto n = static_cast<double>(of);
-  const double share = static_cast<double>(right) / n;
+  const double share = right / n;
   const double scale = 1 / (1 + z * z / n);
   const double centre = scale * (share + z * z / (2 * n));
   const double half = scale * z * std::sqrt(share * (1 - share) / n + z * z / (4 * n * n));
   // At the ends the bound is exact; rounding would put it beside.
   return {right == 0 ? 0 : std::max(0.0, centre - half),
-          right == of ? 1 : std::min(1.0, centre + half)};
+          right == n ? 1 : std::min(1.0, centre + half)};
 }
 
 /// Two-sided p-value that two policies are equally good.

@@ -63,7 +63,8 @@ void print_answers(const std::vector<Row>& rows, const std::set<std::string>& sh
                 r.policy.c_str(),
                 percent(r.removed).c_str(),
                 r.bytes / r.cuts / 1048576);
-    std::vector<Weighted> all;
+    double found = 0;
+    std::int64_t prompts = 0;
     for (const auto task : tasks) {
       if (!shown.contains(std::string(task))) continue;
       const auto it = r.tasks.find(std::string(task));
@@ -77,12 +78,17 @@ void print_answers(const std::vector<Row>& rows, const std::set<std::string>& sh
       for (const auto& [prompt, scores] : it->second.scores) {
         double sum = 0;
         for (const double s : scores) sum += s;
-        all.push_back({sum / static_cast<double>(scores.size()), 1});
+        found += sum / static_cast<double>(scores.size());
+        ++prompts;
       }
     }
-    if (!all.empty()) {
-      const Interval i = bootstrap(all);
-      std::printf("  %5.1f %% (%.0f to %.0f)", 100 * mean(all), 100 * i.low, 100 * i.high);
+    if (prompts > 0) {
+      // Of means of prompts, each within [0, 1]; drawn again, prompts that are all alike would give an interval of no width.
+      const Interval i = wilson(found, prompts);
+      std::printf("  %5.1f %% (%.0f to %.0f)",
+                  100 * found / static_cast<double>(prompts),
+                  100 * i.low,
+                  100 * i.high);
     }
     std::printf("\n");
   }

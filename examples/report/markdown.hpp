@@ -60,8 +60,8 @@ inline std::string with_interval(double value, double low, double high) {
             continue;
           }
           const Tally& t = of->second[q].at(removed);
-          const auto [low, high] = evaluate::wilson(static_cast<std::int64_t>(t.right),
-                                                    static_cast<std::int64_t>(t.asked));
+          const auto [low, high] =
+              evaluate::wilson(static_cast<double>(t.right), static_cast<std::int64_t>(t.asked));
           out += " " + detail::with_interval(t.share(), 100 * low, 100 * high) + " |";
         }
         std::string less;

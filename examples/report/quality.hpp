@@ -98,8 +98,8 @@ inline constexpr std::array<const char*, 2> question_words{"known", "later"};
       Series s{results.policies[p], {}};
       if (const auto of = all.find(s.policy); of != all.end()) {
         for (const auto& [removed, t] : of->second[q]) {
-          const auto [low, high] = evaluate::wilson(static_cast<std::int64_t>(t.right),
-                                                    static_cast<std::int64_t>(t.asked));
+          const auto [low, high] =
+              evaluate::wilson(static_cast<double>(t.right), static_cast<std::int64_t>(t.asked));
           const std::string key = id + '-' + std::to_string(q) + '-' + std::to_string(p) + '-' +
                                   std::to_string(s.points.size());
           const std::string kept = fixed(100 * t.mean(t.kept)) + " %";

@@ -35,6 +35,21 @@ TEST_CASE("wilson: a share of all is bounded by 1, of none by nothing", "[statis
   CHECK(wilson(0, 0).high == 1);
   CHECK_THROWS_AS(wilson(3, 2), std::invalid_argument);
   CHECK_THROWS_AS(wilson(-1, 2), std::invalid_argument);
+  CHECK_THROWS_AS(wilson(std::nan(""), 2), std::invalid_argument);
+}
+
+TEST_CASE("wilson: covers the mean of values within 0 and 1 at least as often as asked",
+          "[statistics][property]") {
+  std::mt19937_64 random(7);
+  std::uniform_real_distribution<double> values(0, 1);
+  int inside = 0;
+  for (int i = 0; i < 200; ++i) {
+    double sum = 0;
+    for (int n = 0; n < 12; ++n) sum += values(random);
+    const auto [low, high] = wilson(sum, 12);
+    inside += low <= 0.5 && 0.5 <= high ? 1 : 0;
+  }
+  CHECK(inside >= 190);
 }
 
 TEST_CASE("mcnemar: the exact tail of fair coins", "[statistics]") {

@@ -131,21 +131,23 @@ class MpiCommunicator {
     std::ranges::copy(call_->words, words.begin());
     return Status::ok;
   }
-  // Looks again and again, at first without a pause; a rank that is waited for is not slowed down by it for long.
+  // Looks again and again. MPI goes on with a large transfer only while it is looked at, so that pauses come late: a transfer
+  // that is under way has ended before the first, and until then each look lets another process run.
   [[nodiscard]] bool wait() noexcept {
     using namespace std::chrono_literals;
-    constexpr int looks = 64;  // of which each lets another process run
+    constexpr auto busy = 20ms;
     const auto begin = std::chrono::steady_clock::now();
     std::chrono::microseconds pause = 1us;
-    for (int i = 0;; ++i) {
+    while (true) {
       int done = 0;
       if (MPI_Test(&call_->request, &done, MPI_STATUS_IGNORE) != MPI_SUCCESS) { return false; }
       if (done != 0) { return true; }
-      if (i < looks) {
+      const auto waited = std::chrono::steady_clock::now() - begin;
+      if (waited >= deadline_) { return false; }
+      if (waited < busy) {
         std::this_thread::yield();
         continue;
       }
-      if (std::chrono::steady_clock::now() - begin >= deadline_) { return false; }
       std::this_thread::sleep_for(pause);
       pause = std::min<std::chrono::microseconds>(2 * pause, 1ms);
     }
