@@ -12,8 +12,6 @@
 #include "catch.hpp"
 #include "cuda/evict/both_sides.hpp"
 
-#include "../examples/cuda_free_pages.cuh"
-
 #include <algorithm>
 #include <memory>
 #include <string>
@@ -612,68 +610,6 @@ TEST_CASE("C09 cuda::plan: every base is a multiple of its own plane's unit, no 
   }
   world.device().layer_bases.upload(sound);
   CHECK(world.difference() == "");
-}
-
-TEST_CASE("examples/cuda_step: rows fill holes, take pages, and are refused where there are none",
-          "[cuda][fault]") {
-  WorldShape shape;
-  shape.holes = true;
-  shape.max_pages = 9;
-  World world(shape);
-  auto& states = world.host().states;
-  const CacheView view = world.device_view();
-  // Sequence 0: at the end of its table. 1: a hole among its rows. 2: needs a page.
-  states[1].append_row = std::min(states[1].live_rows - 1, 2);
-  states[2].live_rows = 8;
-  states[2].next_position = 18;
-  auto& ids = world.host().ids;
-  for (std::int32_t e = 2; e < shape.max_pages; ++e) {
-    ids[static_cast<std::size_t>(2 * shape.max_pages + e)] = -1;
-  }
-  world.device().ids.upload(ids);
-  world.device().states.upload(states);
-  const bool pages = GENERATE(false, true);
-  const std::int32_t spare = world.pages() - 1;
-  DeviceBuffer<std::int32_t> stack(std::vector<std::int32_t>{spare, 0}, "free pages");
-  DeviceBuffer<std::int32_t> count(std::vector<std::int32_t>{pages ? 1 : 0}, "free count");
-  DeviceBuffer<Status> statuses(3, "statuses");
-  ok(cuda::detail::launch(cuda_step::append_kernel<>,
-                          dim3(1),
-                          dim3(32),
-                          0,
-                          nullptr,
-                          view,
-                          world.device().ids.data(),
-                          cuda_step::FreePages{stack.data(), count.data()},
-                          statuses.data()));
-  ok(kvtrim::test::finish());
-  const auto after = world.device().states.download();
-  const auto got = statuses.download();
-  CHECK(to_string(got[0]) == "too_many_rows");
-  CHECK(after[0].live_rows == states[0].live_rows);
-  CHECK(after[0].generation == states[0].generation);
-  CHECK(to_string(got[1]) == "ok");
-  CHECK(after[1].append_row == -1);
-  CHECK(after[1].live_rows == states[1].live_rows + 1);
-  CHECK_FALSE(after[1].ordered);  // the newest row is not the last one
-  CHECK(to_string(got[2]) == (pages ? "ok" : "out_of_pages"));
-  CHECK(after[2].live_rows == (pages ? 9 : 8));
-  CHECK(count.download()[0] == 0);
-  const auto table = world.device().ids.download();
-  CHECK(table[static_cast<std::size_t>(2 * shape.max_pages + 2)] == (pages ? spare : -1));
-  const std::vector<std::int32_t> freed{4, 7};
-  const DeviceBuffer<std::int32_t> more(freed, "freed");
-  const DeviceBuffer<std::int32_t> how_many(std::vector<std::int32_t>{2}, "freed count");
-  ok(cuda::detail::launch(cuda_step::take_back_kernel<>,
-                          dim3(1),
-                          dim3(32),
-                          0,
-                          nullptr,
-                          more.data(),
-                          how_many.data(),
-                          cuda_step::FreePages{stack.data(), count.data()}));
-  CHECK(stack.download() == freed);
-  CHECK(count.download()[0] == 2);
 }
 
 #if defined(KVTRIM_EMULATED)

@@ -7,6 +7,7 @@
 #include <kvtrim/cuda/detail/device.hpp>
 #include <kvtrim/cuda/evict/apply.cuh>
 #include <kvtrim/cuda/evict/commit.cuh>
+#include <kvtrim/cuda/evict/extend.cuh>
 #include <kvtrim/cuda/evict/plan.cuh>
 #include <kvtrim/cuda/evict/rerotate.cuh>
 #include <kvtrim/cuda/observe/accumulate.cuh>
@@ -40,6 +41,8 @@ template <Policy P>
                              load(move_kernel<false>, pack_shared_bytes),
                              load(references_kernel<>),
                              load(commit_tables_kernel<>),
+                             load(extend_kernel<>),
+                             load(written_kernel<>),
                              load(&list_tiles_kernel<list_threads>),
                              load(&accumulate_kernel<accumulate_threads>),
                              load(&rerotate_kernel<rerotate_threads>)};
@@ -55,7 +58,7 @@ template <Policy P>
 
 }  // namespace detail
 
-/// Loads what a step by `policy` launches on the current device: `plan` with its scorer, `apply`, `commit`,
+/// Loads what a step by `policy` launches on the current device: `extend`, `written`, `plan` with its scorer, `apply`, `commit`,
 /// `step`, `accumulate_probabilities` and `rerotate`, for views within `shape`. Call it once, before a capture, with what the plan will
 /// be given; the host reads types, sizes and strides alone, so numbers on the device need not be there yet.
 /// (`accumulate_column_sums` is loaded by `prepare_window_scores`.)
