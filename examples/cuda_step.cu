@@ -1,20 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 // kvtrim between the layers of an engine on a GPU: a paged bf16 cache, SnapKV at the end of a prompt, HeavyHitter during
-// decode, the decode step captured into a CUDA graph, pages handed on after an event.
+// decode, the decode step captured into a CUDA graph, pages from a list on the device and back to it, handed on after an event.
 //
 // There is no model here: keys, values, queries and probabilities are made up by a kernel where an engine's attention
 // would have left them. What is shown is the order of calls, who owns what, and when a page is free.
 
 #include <kvtrim/cuda/evict/apply.cuh>
 #include <kvtrim/cuda/evict/commit.cuh>
+#include <kvtrim/cuda/evict/extend.cuh>
 #include <kvtrim/cuda/evict/plan.cuh>
 #include <kvtrim/cuda/evict/prepare.cuh>
+#include <kvtrim/cuda/evict/step.cuh>
 #include <kvtrim/cuda/evict/window_scorer.cuh>
 #include <kvtrim/cuda/observe/accumulate.cuh>
 #include <kvtrim/policy/heavy_hitter.hpp>
 #include <kvtrim/policy/snapkv_selector.hpp>
-
-#include "cuda_free_pages.cuh"
 
 #include <cstdint>
 #include <cstdio>
@@ -145,11 +145,11 @@ int main() {
   const cuda::PlanWorkspace workspace{bounds, device_array<std::byte>(bytes), bytes};
   cuda::DeviceTables tables;
   tables.ids = table;
-  tables.freed = device_array<std::int32_t>(pages);
   tables.freed_count = device_array<std::int32_t>(1);
-
-  const cuda_step::FreePages free{device_array<std::int32_t>(pages), device_array<std::int32_t>(1)};
-  auto* const appended = device_array<Status>(sequences);
+  tables.free = {device_array<std::int32_t>(pages), device_array<std::int32_t>(2), pages};
+  cuda::DeviceExtend next_token;
+  next_token.max_rows = prompt_rows;
+  next_token.statuses = device_array<Status>(sequences);
 
   // --- end of the prompt: SnapKV by the last queries, as attention left them ---
   const std::int64_t query_elements =
@@ -169,7 +169,6 @@ int main() {
   must(cuda::plan(snapkv, view, observation, workspace, stream), "plan(snapkv)");
   must(cuda::apply(workspace, view, stream), "apply");
   must(cuda::commit(workspace, view, tables, stream), "commit");
-  cuda_step::take_back_kernel<<<1, 128, 0, stream>>>(tables.freed, tables.freed_count, free);
   must(cudaEventRecord(pages_are_free, stream), "cudaEventRecord");
   // Anyone who takes the pages on another stream waits for the event; so does the host, which prints them.
   must(cudaEventSynchronize(pages_are_free), "cudaEventSynchronize");
@@ -203,20 +202,18 @@ int main() {
 
   // Nothing may be loaded while the stream is captured: everything the step uses has been used once, or loaded, before.
   must(cuda::prepare(heavy, view, {}, bounds), "prepare");
-  cudaFuncAttributes own{};
-  must(cudaFuncGetAttributes(&own, cuda_step::append_kernel<>), "load append_kernel");
   must(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
   cudaGraph_t graph = nullptr;
   cudaGraphExec_t step = nullptr;
+  cuda::DeviceStepOptions written;
+  written.written = true;  // by the layers, all of them
   must(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "begin capture");
-  cuda_step::append_kernel<<<1, 32, 0, stream>>>(view, table, free, appended);
+  must(cuda::extend(view, tables, next_token, stream), "extend");
+  // Here the layers would write their keys and values, and attend.
   must(cuda::accumulate_probabilities(
            heavy.scorer(), view, observed, {}, prompt_rows, accumulate_memory, 1U << 20U, stream),
        "accumulate");
-  must(cuda::plan(heavy, view, {}, workspace, stream), "plan(heavy)");
-  must(cuda::apply(workspace, view, stream), "apply");
-  must(cuda::commit(workspace, view, tables, stream), "commit");
-  cuda_step::take_back_kernel<<<1, 128, 0, stream>>>(tables.freed, tables.freed_count, free);
+  must(cuda::step(heavy, view, {}, workspace, tables, stream, written), "step");
   must(cudaStreamEndCapture(stream, &graph), "end capture");
   must(cudaGraphInstantiate(&step, graph, 0), "instantiate");
   std::int64_t evicted = 0;
@@ -228,7 +225,8 @@ int main() {
     must(cudaMemcpy(&report, made.report, sizeof report, cudaMemcpyDeviceToHost),
          "read the report");
     Status rows[sequences];
-    must(cudaMemcpy(rows, appended, sizeof rows, cudaMemcpyDeviceToHost), "read the statuses");
+    must(cudaMemcpy(rows, next_token.statuses, sizeof rows, cudaMemcpyDeviceToHost),
+         "read the statuses");
     for (const Status status : rows) {
       if (status == Status::ok) { continue; }
       std::fprintf(stderr, "step %d: no row: %s\n", i, std::string(to_string(status)).c_str());

@@ -7,10 +7,12 @@
 #include <kvtrim/cuda/evict/commit.cuh>
 #include <kvtrim/cuda/evict/device_plan.cuh>
 #include <kvtrim/cuda/evict/device_scorer.cuh>
+#include <kvtrim/cuda/evict/extend.cuh>
 #include <kvtrim/cuda/evict/key_scorer.cuh>
 #include <kvtrim/cuda/evict/plan.cuh>
 #include <kvtrim/cuda/evict/prepare.cuh>
 #include <kvtrim/cuda/evict/rerotate.cuh>
+#include <kvtrim/cuda/evict/step.cuh>
 #include <kvtrim/cuda/evict/window_scorer.cuh>
 #include <kvtrim/cuda/observe/accumulate.cuh>
 #include <kvtrim/cuda/observe/column_sums.cuh>
@@ -48,6 +50,10 @@ cudaError_t use_all_kernels(const CacheView& view,
   if (e == cudaSuccess) { e = cuda::plan(Tova(), view, obs, workspace, stream); }
   if (e == cudaSuccess) { e = cuda::apply(workspace, view, stream); }
   if (e == cudaSuccess) { e = cuda::commit(workspace, view, tables, stream); }
+  if (e == cudaSuccess) { e = cuda::extend(view, tables, {}, stream); }
+  if (e == cudaSuccess) { e = cuda::step(StreamingSink(), view, obs, workspace, tables, stream); }
+  if (e == cudaSuccess) { e = cuda::step(HeavyHitter(), view, obs, workspace, tables, stream); }
+  if (e == cudaSuccess) { e = cuda::written(view, LayerId{0}, nullptr, stream); }
   if (e == cudaSuccess) {
     e = cuda::accumulate_column_sums(
         {}, view, {obs.queries, obs.query_dtype}, {}, {}, nullptr, 0, stream);

@@ -104,6 +104,20 @@ __global__ void last_block_kernel(int* out) {
   sum = __reduce_add_sync(~0U, sum);
   if (t == 0) { out[1] = sum; }
 }
+template <bool Fence>
+__global__ void last_writer_kernel(int* out) {  // the last block changes what all have read
+  KVTRIM_SHARED(int, last, [1]);
+  const unsigned t = threadIdx.x;
+  const int before = out[2];
+  out[64 + blockIdx.x * 32 + t] = before;
+  __syncthreads();
+  if (t == 0) {
+    if (Fence) { __threadfence(); }
+    last[0] = atomicAdd(&out[0], 1) == static_cast<int>(gridDim.x) - 1;
+  }
+  __syncthreads();
+  if (last[0] != 0 && t == 0) { out[2] = before + 5; }
+}
 __global__ void whole_warp_kernel(int* out) {
   struct Operands {
     int in;
@@ -324,6 +338,7 @@ TEST_CASE("emulator: an instruction of a whole warp sees all lanes", "[emulator]
 TEST_CASE("emulator: the last block sees what the others fenced", "[emulator]") {
   const auto got = run(last_block_kernel<true>, 32, 1024, dim3(7));
   CHECK(got[1] == 7 * 496 + 32 * 21);
+  CHECK(run(last_writer_kernel<true>, 32, 1024, dim3(7))[2] == 5);
 }
 
 TEST_CASE("emulator: collectives that CUDA leaves undefined are errors", "[emulator]") {
@@ -411,6 +426,7 @@ TEST_CASE("racecheck: a race of each kind is found, and nothing else", "[emulato
   CHECK_THAT(complaint(plain_add_kernel, 1, 1024, 2), ContainsSubstring("hazard"));
   CHECK_THAT(complaint(shuffle_orders_nothing_kernel, 32), ContainsSubstring("hazard"));
   CHECK_THAT(complaint(last_block_kernel<false>, 32, 1024, 7), ContainsSubstring("hazard"));
+  CHECK_THAT(complaint(last_writer_kernel<false>, 32, 1024, 7), ContainsSubstring("hazard"));
   CHECK_THAT(complaint(unwritten_kernel, 64), ContainsSubstring("never written"));
   CHECK_THAT(complaint(one_beyond_kernel, 32, 32), ContainsSubstring("memcheck"));
   DeviceBuffer<unsigned char> bytes(64);

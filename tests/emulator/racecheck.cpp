@@ -17,6 +17,9 @@
 #include <cstdio>
 #include <cstdlib>
 #include <map>
+#include <unordered_map>
+#include <utility>
+#include <vector>
 
 namespace {
 
@@ -64,6 +67,8 @@ struct State {
   std::map<std::uint32_t, Knowledge> known;      // by block
   std::map<std::uintptr_t, Knowledge> released;  // by the atomic's address
   std::map<std::uint32_t, bool> fenced;          // threads
+  // Cells that several blocks read: the last epoch of each.
+  std::unordered_map<std::uintptr_t, std::vector<std::pair<std::uint32_t, std::uint32_t>>> shared;
 };
 State& state() {
   static State s;
@@ -135,6 +140,30 @@ bool before(const Access& past, const Access& now, Readers who) {
   return who != Readers::block && warp_of(past) == warp_of(now) && past.warp_epoch < now.warp_epoch;
 }
 
+void note_reader(std::uintptr_t at, const Access& who) {
+  auto& list = state().shared[at];
+  for (auto& [block, epoch] : list) {
+    if (block == block_of(who)) {
+      epoch = std::max(epoch, who.block_epoch);
+      return;
+    }
+  }
+  list.emplace_back(block_of(who), who.block_epoch);
+}
+// Whether all reads of a cell by several blocks happened before `now`.
+bool readers_before(std::uintptr_t at, const Access& now) {
+  State& s = state();
+  const auto list = s.shared.find(at);
+  if (list == s.shared.end()) { return false; }
+  const Knowledge& known = s.known[block_of(now)];
+  return std::all_of(list->second.begin(), list->second.end(), [&](const auto& read) {
+    const auto [block, epoch] = read;
+    if (block == block_of(now)) { return epoch < now.block_epoch; }
+    const auto other = known.find(block);
+    return other != known.end() && epoch < other->second.epoch;
+  });
+}
+
 [[noreturn]] void hazard(
     const char* kind, const Region& r, std::uintptr_t at, const Access& past, const Access& now) {
   fail(std::string("racecheck: ") + kind + " hazard on " + r.name + " + " +
@@ -178,7 +207,14 @@ void check(const void* p, unsigned bytes, bool write, bool atomic, void* caller)
   if (needed <
       r->shift) {  // the first narrow access splits the cells: neighbours in a word do not race
     std::vector<Cell> finer((r->end - r->begin + (1U << needed) - 1) >> needed);
-    for (std::size_t i = 0; i < finer.size(); ++i) { finer[i] = r->cells[i << needed >> r->shift]; }
+    for (std::size_t i = 0; i < finer.size(); ++i) {
+      finer[i] = r->cells[i << needed >> r->shift];
+      if (finer[i].readers != Readers::grid || finer[i].read_launch != state().launch) { continue; }
+      const auto whole = state().shared.find(r->begin + (i << needed >> r->shift << r->shift));
+      if (whole == state().shared.end()) { continue; }
+      const auto list = whole->second;
+      state().shared[r->begin + (i << needed)] = list;
+    }
     r->cells.swap(finer);
     r->shift = needed;
   }
@@ -195,7 +231,8 @@ void check(const void* p, unsigned bytes, bool write, bool atomic, void* caller)
     }
     const bool read_before = c.read_launch == launch && c.readers != Readers::none;
     if (write) {
-      if (read_before && !before(c.read, now, c.readers)) {
+      if (read_before && !(c.readers == Readers::grid ? readers_before(at, now)
+                                                      : before(c.read, now, c.readers))) {
         hazard("write-after-read", *r, at, c.read, now);
       }
       if (atomic && !c.written) {
@@ -206,6 +243,7 @@ void check(const void* p, unsigned bytes, bool write, bool atomic, void* caller)
       c.write_launch = launch;
       c.atomic = atomic;
       c.written = true;
+      if (c.readers == Readers::grid) { state().shared.erase(at); }
       c.readers = Readers::none;
       continue;
     }
@@ -221,6 +259,10 @@ void check(const void* p, unsigned bytes, bool write, bool atomic, void* caller)
       const bool same_block = block_of(c.read) == block_of(now) && c.readers != Readers::grid;
       const bool same_warp = same_block && warp_of(c.read) == warp_of(now) &&
                              c.read.warp_epoch == now.warp_epoch && c.readers <= Readers::warp;
+      if (!same_block) {
+        if (c.readers != Readers::grid) { note_reader(at, c.read); }
+        note_reader(at, now);
+      }
       c.readers = same_warp ? Readers::warp : same_block ? Readers::block : Readers::grid;
       c.read.block_epoch = std::max(c.read.block_epoch, now.block_epoch);
     }
@@ -263,6 +305,7 @@ const bool installed = [] {
   hooks.launched = [] {
     State& s = state();
     ++s.launch;
+    s.shared.clear();
     s.known.clear();
     s.released.clear();
     s.fenced.clear();

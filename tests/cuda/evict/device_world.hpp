@@ -213,7 +213,7 @@ class World {
       if (a.live_rows != b.live_rows || a.append_row != b.append_row || a.ordered != b.ordered ||
           a.generation != b.generation || a.open != b.open || a.applied != b.applied ||
           a.rows_at_eviction != b.rows_at_eviction || a.next_position != b.next_position ||
-          a.steps != b.steps) {
+          a.next_rope_position != b.next_rope_position || a.steps != b.steps) {
         return "state " + std::to_string(i);
       }
     }

@@ -222,6 +222,35 @@ KVTRIM_DEVICE void async_wait() {
 #endif
 }
 
+/// Stores a word to which other threads of the launch may store too: one of the values stays.
+KVTRIM_DEVICE void store_any(unsigned long long* address, unsigned long long value) {
+#if defined(KVTRIM_EMULATED)
+  emulator::device_written(address, sizeof value);  // what was there before is not looked at
+#endif
+  static_cast<void>(atomicExch(address, value));
+}
+
+/// Whether this is the last block of the grid to come here, which then sees all that the others wrote before. No block waits.
+/// For all threads of a block.
+///
+/// \param arrived  [1] in global memory, 0 at first and in the end
+/// \param shared   [1]
+KVTRIM_DEVICE bool last_block(std::int32_t* arrived, std::int32_t* shared) {
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    __threadfence();
+    const std::int32_t before = atomicAdd(arrived, 1);
+    const bool last = before == static_cast<std::int32_t>(gridDim.x) - 1;
+    if (last) {
+      __threadfence();
+      atomicExch(arrived, 0);
+    }
+    shared[0] = last ? 1 : 0;
+  }
+  __syncthreads();
+  return shared[0] != 0;
+}
+
 /// Element of a cache plane as CUDA spells it.
 template <DType T>
 struct ElementOf;

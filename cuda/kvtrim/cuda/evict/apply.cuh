@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Gather-compaction: moves what a device plan says (keys, values, page planes and sequence planes), with one launch per way
-// of removal. The specification is kvtrim::apply.
+// Gather-compaction: moves what a device plan says (keys, values, page planes and sequence planes), all ways of removal in one
+// launch. The specification is kvtrim::apply.
 //
 // Moves through lists (holes filled from the tail, an overwritten slot, a pack into spare pages) read and write disjoint
 // rows: tiles of 32 rows, no barrier between them. A pack in place reads what it will overwrite: one block walks one chain
@@ -13,7 +13,9 @@
 #include <kvtrim/cache/move.hpp>
 #include <kvtrim/cuda/detail/device.hpp>
 #include <kvtrim/cuda/evict/detail/check.cuh>
+#include <kvtrim/cuda/evict/detail/finish.cuh>
 #include <kvtrim/cuda/evict/detail/fits.cuh>
+#include <kvtrim/cuda/evict/detail/references.cuh>
 #include <kvtrim/cuda/evict/detail/row_plane.cuh>
 #include <kvtrim/cuda/evict/device_plan.cuh>
 
@@ -121,34 +123,44 @@ KVTRIM_DEVICE void move_units(
   }
 }
 
-// A block: a tile of 32 rows of one KV head, all planes. Out of place, the sequence planes are left to the pack kernel: they
-// close up where they lie.
+/// Index of the last of `starts[0, n)` that is not above `value`; they ascend, and the first is not above it.
+KVTRIM_DEVICE std::int64_t last_not_above(const std::int32_t* starts,
+                                          std::int64_t n,
+                                          std::int32_t value) {
+  std::int64_t low = 0;
+  std::int64_t high = n;
+  while (high - low > 1) {
+    const std::int64_t middle = low + (high - low) / 2;
+    if (starts[middle] <= value) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+
+// A block: a tile of 32 rows of one KV head, all planes. Out of place, the sequence planes are left to the chains: they close
+// up where they lie.
 template <bool Fast>
-__global__ void KVTRIM_LAUNCH_BOUNDS(move_threads, 2)
-    move_kernel(CacheView view, DevicePlan plan, RowPlanes planes) {
-  KVTRIM_SHARED(MoveShared, shared, );
-  if (plan.control->go == 0) { return; }
+KVTRIM_DEVICE void move_tiles(const CacheView& view,
+                              const DevicePlan& plan,
+                              const RowPlanes& planes,
+                              MoveShared& shared) {
   const auto thread = static_cast<int>(threadIdx.x);
-  const std::int32_t heads = static_cast<std::int32_t>(plan.heads());
-  const std::int32_t tiles = plan.tile_starts[heads];
+  const std::int32_t heads = plan.heads_a_table();
+  const std::int32_t tiles = plan.table_tiles[plan.all_tables()];
   for (std::int32_t tile = static_cast<std::int32_t>(blockIdx.x); tile < tiles;
        tile += static_cast<std::int32_t>(gridDim.x)) {
-    std::int32_t low = 0;  // the last head whose first tile is not above this one
-    std::int32_t high = heads;
-    while (high - low > 1) {
-      const std::int32_t middle = low + (high - low) / 2;
-      if (plan.tile_starts[middle] <= tile) {
-        low = middle;
-      } else {
-        high = middle;
-      }
-    }
-    const std::int64_t index = low;
+    const std::int64_t table_index = last_not_above(plan.table_tiles, plan.all_tables(), tile);
+    const std::int32_t of_table = tile - plan.table_tiles[table_index];
+    const std::int64_t index =
+        table_index * heads +
+        last_not_above(plan.tile_starts + table_index * heads, heads, of_table);
     const auto [s, l, h] = plan.head_at(index);
-    const std::int64_t table_index = plan.table_index(s, view.table_of(l, h));
     const TablePlan table = plan.table_plans[table_index];
     const HeadPlan head = plan.head_plans[index];
-    const std::int32_t first = (tile - plan.tile_starts[low]) * move_tile;
+    const std::int32_t first = (of_table - plan.tile_starts[index]) * move_tile;
     const auto rest = static_cast<std::int32_t>(head.moved) - first;
     const int count = rest < move_tile ? rest : move_tile;
     if (thread < count) {
@@ -285,9 +297,9 @@ KVTRIM_DEVICE void pack_vectors(const CacheView& view, const Chain& chain, const
 
 // A block: one chain at a time.
 template <bool Fast>
-__global__ void KVTRIM_LAUNCH_BOUNDS(move_threads, 2)
-    pack_kernel(CacheView view, DevicePlan plan, RowPlanes planes) {
-  if (plan.control->go == 0) { return; }
+KVTRIM_DEVICE void pack_chains(const CacheView& view,
+                               const DevicePlan& plan,
+                               const RowPlanes& planes) {
   const int in_pages = planes.count + view.page_plane_count;
   const int all_planes = in_pages + sequence_plane_count(view);
   const std::int64_t chains = plan.heads() * all_planes;
@@ -347,13 +359,70 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(move_threads, 2)
   }
 }
 
+/// What follows the moves in the same launch, where nothing comes between `apply` and `commit`: pages that leave are listed and
+/// lose a reference.
+struct LeaveInput {
+  bool leaves = false;
+  DeviceTables out{};
+};
+
+struct MoveKernelShared {
+  MoveShared move;
+  ReferenceShared references;
+};
+
+// A block: tiles that move through lists, then chains, then tables. None reads what another one writes.
+template <bool Fast>
+__global__ void KVTRIM_LAUNCH_BOUNDS(move_threads, 2)
+    move_kernel(CacheView view, DevicePlan plan, RowPlanes planes, LeaveInput leave) {
+  static_assert(move_threads == table_threads);
+  KVTRIM_SHARED(MoveKernelShared, shared, );
+  if (plan.control->go == 0) {
+    const bool first = blockIdx.x == 0 && threadIdx.x == 0;
+    if (first && leave.leaves && leave.out.freed_count != nullptr) { *leave.out.freed_count = 0; }
+    return;
+  }
+  move_tiles<Fast>(view, plan, planes, shared.move);
+  pack_chains<Fast>(view, plan, planes);
+  if (!leave.leaves) { return; }
+  for (std::int64_t i = blockIdx.x; i < plan.all_tables(); i += gridDim.x) {
+    const TablePlan table = plan.table_plans[i];
+    if (table.evicts) { list_released(plan, i, table); }
+    drop_references(view, plan, i, table, leave.out, shared.references);
+  }
+  if (last_block(&plan.control->arrived, &shared.references.last)) {
+    count_free_pages(plan, leave.out, shared.references);
+  }
+}
+
+/// Queues the moves.
+[[nodiscard]] inline cudaError_t move_rows(const CacheView& view,
+                                           const DevicePlan& plan,
+                                           const LeaveInput& leave,
+                                           cudaStream_t stream) noexcept {
+  const RowPlanes planes = row_planes(view);
+  const std::int64_t tiles =
+      plan.heads() * ((static_cast<std::int64_t>(plan.max_rows) + move_tile - 1) / move_tile);
+  const std::int64_t chains =
+      plan.heads() * (planes.count + view.page_plane_count + sequence_plane_count(view));
+  return launch(planes.fast ? move_kernel<true> : move_kernel<false>,
+                dim3(bounded_grid(tiles > chains ? tiles : chains)),
+                dim3(move_threads),
+                pack_shared_bytes,
+                stream,
+                view,
+                plan,
+                planes,
+                leave);
+}
+
 }  // namespace detail
 
 /// Moves what the plan in `workspace` says. Tables and lengths stay unchanged until `commit`.
 ///
-/// Writes nothing if the plan's status is not usable, if the plan was applied before, or if a table that it evicts from is no
-/// longer what the plan was made from: then the report's status is `stale_plan` (never if nothing goes). Other tables may have
-/// changed.
+/// Sequences that the plan refuses stay as they are. Writes nothing if the plan was applied before, if it is not for this cache
+/// (a later plan was made in the same workspace), or if a table that it evicts from is no longer what the plan was made from:
+/// then the report's status is `stale_plan` (never if nothing goes). Other tables may have changed.
 ///
 /// \param workspace  as given to `plan`
 /// \param view       as given to `plan`
@@ -369,50 +438,31 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(move_threads, 2)
                                        cudaStream_t stream) noexcept {
   using namespace detail;
   const DevicePlan plan = device_plan(workspace);
-  const RowPlanes planes = row_planes(view);
   if (plan.report == nullptr || !detail::fits(view, workspace.shape)) {
     return cudaErrorInvalidValue;
   }
   if (view.sequences == 0) { return cudaSuccess; }
-  const dim3 threads(move_threads);
-  cudaError_t e = launch(check_kernel<>,
+  cudaError_t e = launch(compare_kernel<>,
                          dim3(bounded_grid(plan.all_tables())),
                          dim3(table_threads),
                          0,
                          stream,
                          view,
                          plan,
-                         CheckPass::apply);
-  if (e != cudaSuccess) { return e; }
-  e = launch(gate_kernel<>, dim3(1), dim3(table_threads), 0, stream, view, plan, CheckPass::apply);
-  if (e != cudaSuccess) { return e; }
-  const std::int64_t tiles =
-      plan.heads() * ((static_cast<std::int64_t>(plan.max_rows) + move_tile - 1) / move_tile);
-  const std::int64_t chains =
-      plan.heads() * (planes.count + view.page_plane_count + sequence_plane_count(view));
-  if (planes.fast) {
-    e = launch(
-        move_kernel<true>, dim3(bounded_grid(tiles)), threads, 0, stream, view, plan, planes);
-    if (e != cudaSuccess) { return e; }
-    return launch(pack_kernel<true>,
-                  dim3(bounded_grid(chains)),
-                  threads,
-                  pack_shared_bytes,
-                  stream,
-                  view,
-                  plan,
-                  planes);
+                         view_mark(view),
+                         ComparePass::apply);
+  if (e == cudaSuccess) {
+    e = launch(gate_kernel<>,
+               dim3(1),
+               dim3(table_threads),
+               0,
+               stream,
+               view,
+               plan,
+               view_mark(view),
+               ComparePass::apply);
   }
-  e = launch(move_kernel<false>, dim3(bounded_grid(tiles)), threads, 0, stream, view, plan, planes);
-  if (e != cudaSuccess) { return e; }
-  return launch(pack_kernel<false>,
-                dim3(bounded_grid(chains)),
-                threads,
-                pack_shared_bytes,
-                stream,
-                view,
-                plan,
-                planes);
+  return e != cudaSuccess ? e : move_rows(view, plan, {}, stream);
 }
 
 }  // namespace kvtrim::cuda

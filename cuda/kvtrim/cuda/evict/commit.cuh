@@ -9,29 +9,37 @@
 #include <kvtrim/cuda/detail/device.hpp>
 #include <kvtrim/cuda/evict/detail/check.cuh>
 #include <kvtrim/cuda/evict/detail/fits.cuh>
+#include <kvtrim/cuda/evict/detail/references.cuh>
 #include <kvtrim/cuda/evict/device_plan.cuh>
+#include <kvtrim/cuda/evict/device_tables.cuh>
 
 #include <cstdint>
 
 namespace kvtrim::cuda {
 
-/// The engine's own arrays on the device, writable.
-struct DeviceTables {
-  std::int32_t* ids = nullptr;      ///< the same array as `view.table.ids`
-  std::int32_t* lengths = nullptr;  ///< the same array as `view.lengths`; null: none
-  std::int32_t* ref_counts =
-      nullptr;  ///< the same array as `view.writable.ref_counts`; null: every released page is free
-  std::int32_t* freed =
-      nullptr;  ///< receives the pages without any owner left, in the order of `released`
-  std::int32_t* freed_count = nullptr;  ///< [1]: how many
-};
-
 namespace detail {
 
-// A block: one table.
+// A block: one table. The last one knows where the pages that became free belong.
 template <class = void>
 __global__ void KVTRIM_LAUNCH_BOUNDS(table_threads)
-    commit_tables_kernel(CacheView view, DevicePlan plan, DeviceTables out) {
+    references_kernel(CacheView view, DevicePlan plan, DeviceTables out) {
+  KVTRIM_SHARED(ReferenceShared, shared, );
+  if (plan.control->go == 0) {
+    const bool first = blockIdx.x == 0 && threadIdx.x == 0;
+    if (first && out.freed_count != nullptr) { *out.freed_count = 0; }
+    return;
+  }
+  for (std::int64_t i = blockIdx.x; i < plan.all_tables(); i += gridDim.x) {
+    drop_references(view, plan, i, plan.table_plans[i], out, shared);
+  }
+  if (last_block(&plan.control->arrived, &shared.last)) { count_free_pages(plan, out, shared); }
+}
+
+// A block: one table. `changes`: how many its counters are told of, one, or two if `apply` raised none.
+template <class = void>
+__global__ void KVTRIM_LAUNCH_BOUNDS(table_threads)
+    commit_tables_kernel(CacheView view, DevicePlan plan, DeviceTables out, unsigned changes) {
+  KVTRIM_SHARED(ReferenceShared, shared, );
   if (plan.control->go == 0) { return; }
   for (std::int64_t i = blockIdx.x; i < plan.all_tables(); i += gridDim.x) {
     const TablePlan table = plan.table_plans[i];
@@ -67,22 +75,9 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(table_threads)
       }
       __syncthreads();
     }
-    // References of the pages that leave; the last one frees a page.
-    const std::int32_t first = plan.list_starts[2 * i];
-    for (std::int32_t r = static_cast<std::int32_t>(threadIdx.x); r < table.released;
-         r += table_threads) {
-      bool free = true;
-      if (out.ref_counts != nullptr) {
-        std::int32_t& count =
-            out.ref_counts[view.writable.index(PageId{plan.released[first + r]}, l, h)];
-        const std::int32_t held = atomicAdd(&count, -1);
-        free = held == 1;
-        if (held <= 0) { atomicAdd(&count, 1); }  // nobody's: not returned again
-      }
-      plan.released_free[first + r] = free ? 1 : 0;
-    }
+    list_free_pages(plan, i, table, out, shared);
     if (threadIdx.x == 0) {
-      if (view.generations != nullptr) { ++view.generations[i]; }
+      if (view.generations != nullptr) { view.generations[i] += changes; }
       if (out.lengths != nullptr) { out.lengths[view.length_rows(s, l, h)] = table.live_after; }
       if (view.states != nullptr) {
         state.live_rows = table.live_after;
@@ -91,7 +86,7 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(table_threads)
         state.steps = 0;
         state.rows_at_eviction = table.live_after;
         state.applied = false;
-        ++state.generation;
+        state.generation += changes;
         view.states[i] = state;
       }
     }
@@ -99,26 +94,11 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(table_threads)
   }
 }
 
-struct ReleaseShared {
-  BlockScan<table_threads, std::int32_t> ranks;
-};
-
-// One block: the pages that became free, in the order of `released`.
-template <class = void>
-__global__ void KVTRIM_LAUNCH_BOUNDS(table_threads)
-    release_kernel(DevicePlan plan, DeviceTables out) {
-  KVTRIM_SHARED(ReleaseShared, shared, );
-  const std::int32_t listed = plan.control->go == 0 ? 0 : plan.control->listed;
-  std::int32_t freed = 0;
-  for (std::int32_t base = 0; base < listed; base += table_threads) {
-    const std::int32_t i = base + static_cast<std::int32_t>(threadIdx.x);
-    const bool free = i < listed && plan.released_free[i] != 0;
-    std::int32_t here = 0;
-    const std::int32_t to = freed + block_rank(free, shared.ranks, here);
-    if (free && out.freed != nullptr) { out.freed[to] = plan.released[i]; }
-    freed += here;
-  }
-  if (out.freed_count != nullptr && threadIdx.x == 0) { *out.freed_count = freed; }
+/// Whether the engine's arrays are what `commit` writes for such a view.
+[[nodiscard]] inline bool tables_fit(const CacheView& view, const DeviceTables& out) noexcept {
+  return view.table.indptr == nullptr && out.ids != nullptr &&
+         (view.lengths == nullptr || out.lengths != nullptr) &&
+         (out.free.ids == nullptr) == (out.free.count == nullptr) && out.free.capacity >= 0;
 }
 
 }  // namespace detail
@@ -145,21 +125,37 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(table_threads)
                                         cudaStream_t stream) noexcept {
   using namespace detail;
   const DevicePlan plan = device_plan(workspace);
-  if (plan.report == nullptr || !detail::fits(view, workspace.shape) ||
-      view.table.indptr != nullptr || out.ids == nullptr ||
-      (view.lengths != nullptr && out.lengths == nullptr)) {
+  if (plan.report == nullptr || !detail::fits(view, workspace.shape) || !tables_fit(view, out)) {
     return cudaErrorInvalidValue;
   }
   if (view.sequences == 0) { return cudaSuccess; }
   const dim3 threads(table_threads);
   const dim3 tables(bounded_grid(plan.all_tables()));
-  cudaError_t e = launch(check_kernel<>, tables, threads, 0, stream, view, plan, CheckPass::commit);
+  cudaError_t e = launch(compare_kernel<>,
+                         tables,
+                         threads,
+                         0,
+                         stream,
+                         view,
+                         plan,
+                         view_mark(view),
+                         ComparePass::commit);
+  if (e == cudaSuccess) {
+    e = launch(gate_kernel<>,
+               dim3(1),
+               threads,
+               0,
+               stream,
+               view,
+               plan,
+               view_mark(view),
+               ComparePass::commit);
+  }
+  if (e == cudaSuccess) {
+    e = launch(references_kernel<>, tables, threads, 0, stream, view, plan, out);
+  }
   if (e != cudaSuccess) { return e; }
-  e = launch(gate_kernel<>, dim3(1), threads, 0, stream, view, plan, CheckPass::commit);
-  if (e != cudaSuccess) { return e; }
-  e = launch(commit_tables_kernel<>, tables, threads, 0, stream, view, plan, out);
-  if (e != cudaSuccess) { return e; }
-  return launch(release_kernel<>, dim3(1), threads, 0, stream, plan, out);
+  return launch(commit_tables_kernel<>, tables, threads, 0, stream, view, plan, out, 1U);
 }
 
 }  // namespace kvtrim::cuda

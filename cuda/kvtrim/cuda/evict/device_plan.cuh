@@ -15,17 +15,28 @@
 
 namespace kvtrim::cuda {
 
-/// What a plan does, and its outcome. Written by the plan kernels; `apply` changes `status` if it refuses.
+/// What a plan does, and its outcome. Written by the plan kernels; `apply` and `commit` change `status` if they refuse.
 struct DeviceReport {
-  Status status = Status::
-      ok;  ///< `ok` or `over_budget`: the plan may be applied; otherwise nothing was or will be written
+  /// `ok` or `over_budget`; otherwise that of the first sequence that is refused (`DevicePlan::refusals`), in the order in which
+  /// the host finds faults, or of what refuses all: the others may be applied.
+  Status status = Status::ok;
   std::int32_t released = 0;  ///< ids in `DevicePlan::released`
   std::int32_t spares_needed =
       0;  ///< spare pages that an out-of-place plan takes; with `out_of_pages`, the number it would take
+  std::int32_t refused = 0;         ///< sequences that are refused: they stay as they are
+  std::int32_t first_refused = -1;  ///< the one whose status is the report's; -1: none, or all
+  std::int32_t first_table = -1;    ///< its table
+  // Of the sequences that are not refused:
   std::int64_t nan_count = 0;    ///< NaN among the scores that compete
   std::int64_t kept = 0;         ///< rows that stay, over layers and KV heads
   std::int64_t evicted = 0;      ///< rows that go
   std::int64_t bytes_moved = 0;  ///< of keys, values and page planes
+};
+
+/// Why a sequence is refused.
+struct DeviceRefusal {
+  Status status = Status::ok;  ///< `ok`: it is not
+  std::int32_t table = -1;     ///< of the sequence, where the fault was found; -1: it is no table's
 };
 
 namespace detail {
@@ -35,19 +46,20 @@ inline constexpr int move_tile = 32;  // rows that a block moves at a time
 enum class DeviceStage : std::int32_t { planned, applied, committed };
 
 struct PlanControl {
-  unsigned long long faults[6];  // the first one of each phase: place, status; all bits set: none
+  unsigned long long view;  // what the plan was made from: `view_mark`
   DeviceStage stage;
-  Status status;          // the plan's own; the report has that of the last call
-  std::int32_t evicting;  // tables from which something goes
-  std::int32_t listed;    // ids in `released`, those of tables that are left out too
-  std::int32_t go;        // the movers may move
-  std::int32_t changed;   // of the tables that evict, some are not what they were
-  std::int32_t whole;     // tables that may be committed
-  std::int32_t torn;      // tables that were changed after their rows were moved
-  std::int32_t ended;     // tables whose sequence ended since
+  Status status;           // the plan's own; the report has that of the last call
+  Status all;              // why every sequence is refused; ok: they are not
+  std::int32_t evicting;   // tables from which something goes
+  std::int32_t go;         // the movers may move
+  std::int32_t changed;    // of the tables that evict, some are not what they were
+  std::int32_t whole;      // tables that may be committed
+  std::int32_t torn;       // tables that were changed after their rows were moved
+  std::int32_t ended;      // tables whose sequence ended since
+  std::int32_t free_base;  // pages in the engine's free list before this plan's
+  std::int32_t arrived;    // blocks that are done, of a launch whose last block goes on
 };
 
-inline constexpr unsigned long long no_fault = ~0ULL;
 // Phases of a plan, in the order in which the host finds their faults. Entries count only if something goes. Each reads only
 // the faults of the phases before it.
 inline constexpr int phase_length = 0;
@@ -56,16 +68,28 @@ inline constexpr int phase_open = 2;
 inline constexpr int phase_entries = 3;
 inline constexpr int phase_select = 4;
 inline constexpr int phase_close = 5;
-KVTRIM_DEVICE void note_fault(PlanControl* control, int phase, long long place, Status status) {
-  atomicMin(&control->faults[phase],
-            static_cast<unsigned long long>(place) << 8U | static_cast<unsigned long long>(status));
+inline constexpr int phases = 6;
+
+// A fault: table, status; all bits set: none.
+inline constexpr unsigned long long no_fault = ~0ULL;
+KVTRIM_HOST_DEVICE constexpr unsigned long long fault_of(std::int32_t table, Status status) {
+  return static_cast<unsigned long long>(table) << 8U | static_cast<unsigned long long>(status);
 }
-KVTRIM_DEVICE bool failed_before(const PlanControl* control, int phase) {
-  for (int i = 0; i < phase; ++i) {
-    if (control->faults[i] != no_fault) { return true; }
-  }
-  return false;
-}
+
+/// What one block of the checking launch found, for all blocks of the next one.
+struct CheckNote {
+  std::int64_t entries = 0;  ///< of the tables that it looked at
+  std::int32_t bad_planes = 0;
+  std::int32_t too_long = 0;  // one is longer than the bound
+};
+inline constexpr int most_check_blocks = 1024;
+
+/// What closing a table adds to the report.
+struct TableTotals {
+  std::int64_t bytes_moved = 0;
+  std::int64_t nan_count = 0;
+  std::int32_t tiles = 0;  ///< of rows that move through lists
+};
 
 }  // namespace detail
 
@@ -82,6 +106,9 @@ struct HeadPlace {
 struct PlanBounds : PlanShape {
   std::int64_t total_rows =
       0;  ///< rows of all sequences, padding, holes and rows of reserved pages included; 0: max_rows each
+  /// Pools that a page id can be of: several where layers or KV heads have memory of their own; 0: one for each table of a
+  /// sequence.
+  std::int32_t pools = 0;
 
   PlanBounds() = default;
   PlanBounds(const PlanShape& shape, std::int64_t total = 0) noexcept
@@ -120,18 +147,27 @@ struct DevicePlan {
       nullptr;  ///< [report->released]: ids that leave a table, tail first per table
   SelectTask* tasks = nullptr;            ///< internal
   std::int32_t* active = nullptr;         ///< internal: [sequences, tables]: rows compete by score
+  DeviceRefusal* refusals = nullptr;      ///< [sequences]: which are refused, and why
   std::int32_t* nan_counts = nullptr;     ///< internal: [sequences, layers, kv_heads]
   std::int32_t* released_rows = nullptr;  ///< internal: [2 * entries]
-  std::int32_t* tile_starts = nullptr;    ///< internal: [heads + 1]
+  std::int32_t* tile_starts = nullptr;    ///< internal: [heads]: tiles of the table's heads before
+  std::int32_t* table_tiles = nullptr;    ///< internal: [sequences, tables] + 1: tiles before
   std::int32_t* list_starts =
       nullptr;  ///< internal: [sequences, tables, 2]: in `released`, in the spare pages
   std::uint8_t* released_free =
       nullptr;  ///< internal: 1 for the ids in `released` without an owner
+  std::int32_t* free_starts =
+      nullptr;  ///< internal: [sequences, tables]: how many of a table's are free, then free ones before
   unsigned long long* generations = nullptr;        ///< internal: [sequences, tables], as planned
   unsigned long long* moved_generations = nullptr;  ///< internal: the same once rows are moved
-  std::uint32_t* seen = nullptr;                    ///< internal: [tables, seen_words]
-  std::int64_t seen_words = 0;                      ///< internal
-  detail::PlanControl* control = nullptr;           ///< internal: [1]
+  unsigned long long* owners = nullptr;             ///< internal: [pools, pool_pages]
+  std::int64_t pool_pages = 0;                      ///< internal
+  std::int32_t pools = 0;                           ///< internal
+  unsigned long long* faults = nullptr;    ///< internal: [sequences + 1, phases]; last: all
+  std::int32_t* checks = nullptr;          ///< internal: [sequences, tables]
+  detail::CheckNote* notes = nullptr;      ///< internal: [most_check_blocks]
+  detail::TableTotals* totals = nullptr;   ///< internal: [sequences, tables]
+  detail::PlanControl* control = nullptr;  ///< internal: [1]
 
   [[nodiscard]] KVTRIM_HOST_DEVICE std::int64_t heads() const noexcept {
     return static_cast<std::int64_t>(sequences) * layers * kv_heads;
@@ -198,6 +234,45 @@ struct DevicePlan {
 
 namespace detail {
 
+/// Notes what is wrong with a sequence. Launches whose blocks note faults of a phase do not read them.
+KVTRIM_DEVICE void note_fault(
+    const DevicePlan& plan, int phase, SequenceId s, std::int32_t table, Status status) {
+  atomicMin(&plan.faults[static_cast<std::int64_t>(raw(s)) * phases + phase],
+            fault_of(table, status));
+}
+/// Notes what is wrong with all of them.
+KVTRIM_DEVICE void note_fault_of_all(const DevicePlan& plan, int phase, Status status) {
+  note_fault(plan, phase, SequenceId{plan.sequences}, 0, status);
+}
+/// Whether a sequence, or all, had a fault in a phase before this one.
+KVTRIM_DEVICE bool failed_before(const DevicePlan& plan, SequenceId s, int phase) {
+  const unsigned long long* const own = plan.faults + static_cast<std::int64_t>(raw(s)) * phases;
+  const unsigned long long* const common =
+      plan.faults + static_cast<std::int64_t>(plan.sequences) * phases;
+  bool failed = false;
+  for (int i = 0; i < phase; ++i) {
+    failed = failed || own[i] != no_fault || common[i] != no_fault;
+  }
+  return failed;
+}
+
+/// The tables that a block looks at, neighbours, in launches whose blocks must know how many entries are before theirs.
+struct TableRange {
+  std::int64_t first;
+  std::int64_t last;
+};
+KVTRIM_DEVICE TableRange tables_of_block(const DevicePlan& plan) {
+  const std::int64_t all = plan.all_tables();
+  const std::int64_t each = (all + gridDim.x - 1) / gridDim.x;
+  const std::int64_t first = blockIdx.x * each;
+  return {first < all ? first : all, first + each < all ? first + each : all};
+}
+/// Blocks of such launches.
+[[nodiscard]] inline unsigned check_grid(const DevicePlan& plan) noexcept {
+  const unsigned blocks = bounded_grid(plan.all_tables());
+  return blocks < most_check_blocks ? blocks : most_check_blocks;
+}
+
 [[nodiscard]] inline DevicePlan take_plan(WorkspaceLayout& layout,
                                           const PlanBounds& shape) noexcept {
   DevicePlan p;
@@ -210,7 +285,8 @@ namespace detail {
   p.max_pages = pages_for(shape.max_rows, shape.page_size < 1 ? 1 : shape.page_size);
   p.entries = shape.entries();
   p.scope = shape.scope;
-  p.seen_words = (static_cast<std::int64_t>(shape.pages) + 31) / 32;
+  p.pool_pages = shape.pages;
+  p.pools = shape.pools > 0 && shape.pools < p.tables ? shape.pools : p.tables;
   p.report = layout.take<DeviceReport>(1);
   p.control = layout.take<PlanControl>(1);
   p.table_plans = layout.take<TablePlan>(p.all_tables());
@@ -218,7 +294,8 @@ namespace detail {
   p.tasks = layout.take<SelectTask>(p.heads());
   p.active = layout.take<std::int32_t>(p.all_tables());
   p.nan_counts = layout.take<std::int32_t>(p.heads());
-  p.tile_starts = layout.take<std::int32_t>(p.heads() + 1);
+  p.tile_starts = layout.take<std::int32_t>(p.heads());
+  p.table_tiles = layout.take<std::int32_t>(p.all_tables() + 1);
   p.list_starts = layout.take<std::int32_t>(2 * p.all_tables());
   p.entry_starts = layout.take<std::int32_t>(p.all_tables() + 1);
   p.pages = layout.take<std::int32_t>(2 * p.entries);
@@ -228,7 +305,13 @@ namespace detail {
   p.released_free = layout.take<std::uint8_t>(2 * p.entries);
   p.generations = layout.take<unsigned long long>(p.all_tables());
   p.moved_generations = layout.take<unsigned long long>(p.all_tables());
-  p.seen = layout.take<std::uint32_t>(p.tables * p.seen_words);
+  p.owners = layout.take<unsigned long long>(p.pools * p.pool_pages);
+  p.refusals = layout.take<DeviceRefusal>(p.sequences);
+  p.faults = layout.take<unsigned long long>((static_cast<std::int64_t>(p.sequences) + 1) * phases);
+  p.checks = layout.take<std::int32_t>(p.all_tables());
+  p.notes = layout.take<CheckNote>(most_check_blocks);
+  p.totals = layout.take<TableTotals>(p.all_tables());
+  p.free_starts = layout.take<std::int32_t>(p.all_tables());
   return p;
 }
 

@@ -44,8 +44,7 @@ struct ScorerCall {
   void* workspace = nullptr;  ///< device, `workspace_bytes(params, shape)`, aligned to 256 bytes
   std::size_t bytes = 0;
   cudaStream_t stream = nullptr;
-  detail::PlanControl* control =
-      nullptr;  ///< device: what is wrong with an input that lies there goes into it
+  DevicePlan plan{};  ///< what is wrong with an input that lies on the device goes into it
 };
 
 namespace detail {

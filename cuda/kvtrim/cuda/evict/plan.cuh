@@ -3,14 +3,14 @@
 
 // The host's `plan`, on the device: the specification is kvtrim::plan. Equal scores give equal kept rows, bit for bit.
 //
-// Stages, in order, each a header of detail/: clear and check (what the tables say is never trusted), layout (where planes
-// lie on the device), open (the policy's demand), the scorer's, select (rows, or pages), close (pages, moves and costs of a
-// table), finish (totals, lists). Each returns at once if a fault was found or nothing goes. Paths depend on bounds alone, so
-// all of it can be captured into a graph.
+// Stages, in order, each a header of detail/: check (what the tables and the planes say is never trusted), open (the policy's
+// demand), the scorer's, select (rows, or pages), close (pages, moves and costs of a table) with finish (totals) in its last
+// block, lists. Where pages leave by position, open and close are one launch. Paths depend on bounds alone, so all of it can be
+// captured into a graph.
 //
-// Differs from the host: positions stay (`PositionMode::keep`); a shared page that would be written is refused
-// (`shared_page`) where the host keeps or copies it (an out-of-place plan writes none); a page that must not be written and
-// occurs twice in one table is not noticed.
+// Differs from the host: a fault of a sequence refuses that sequence alone, the others are planned; positions stay
+// (`PositionMode::keep`); a shared page that would be written is refused (`shared_page`) where the host keeps or copies it (an
+// out-of-place plan writes none); a page that must not be written and occurs twice in one table is not noticed.
 
 #include <kvtrim/cache/cache_view.hpp>
 #include <kvtrim/core/removal.hpp>
@@ -130,6 +130,12 @@ struct ReadyScores {
   }
 };
 
+/// What a plan is made for besides being looked at.
+struct PlanPass {
+  bool goes_on = false;  // moves and commits follow, with nothing in between: `step`
+  bool written = false;  // the open step is written in all layers
+};
+
 /// The stages, whatever ranks the rows.
 template <Policy P, class Ranking>
 [[nodiscard]] cudaError_t plan_by(const P& policy,
@@ -138,7 +144,8 @@ template <Policy P, class Ranking>
                                   OpenInput input,
                                   const PlanWorkspace& workspace,
                                   cudaStream_t stream,
-                                  const DevicePlanOptions& options) noexcept {
+                                  const DevicePlanOptions& options,
+                                  const PlanPass& pass = {}) noexcept {
   using Kind = DevicePolicy<P>;
   const PlanBounds& shape = workspace.shape;
   input.removal = Kind::removal(policy, options.removal, options.out_of_place);
@@ -147,7 +154,7 @@ template <Policy P, class Ranking>
   WorkspaceLayout layout;
   static_cast<void>(take_plan(layout, shape));
   const DevicePlan made = device_plan(workspace);
-  if (!fits(view, shape) || made.report == nullptr ||
+  if (!fits(view, shape) || made.report == nullptr || pools_of(view) > made.pools ||
       workspace.bytes < Kind::bytes(shape, input.removal) + scorer_bytes || !ranking.check(view) ||
       !Kind::order_is_free(policy, view) ||
       (options.out_of_place &&
@@ -164,71 +171,96 @@ template <Policy P, class Ranking>
     if (finer && view.layers > 1) { input.refused = Status::unequal_budget; }
   }
   const dim3 threads(table_threads);
-  if (view.sequences == 0) { return launch(clear_kernel<>, dim3(1), threads, 0, stream, made); }
+  const dim3 checks(check_grid(made));
+  const CheckInput checking{base_units(view), view_mark(view), !pass.goes_on, pass.written};
+  cudaError_t e = launch(check_kernel<>, checks, threads, 0, stream, view, made, checking);
+  if (e != cudaSuccess || view.sequences == 0) { return e; }
 
-  std::byte* const rest = static_cast<std::byte*>(workspace.memory) + layout.bytes();
+  FinishInput finishing;
+  finishing.close = {Kind::by_position, options.out_of_place, nullptr, options.reserved};
+  finishing.options = options;
+  finishing.goes_on = pass.goes_on;
   const dim3 tables(bounded_grid(made.all_tables()));
-  const dim3 heads(bounded_grid(made.heads()));
-  const std::int64_t words = made.tables * made.seen_words + made.heads();
-  cudaError_t e = launch(
-      clear_kernel<>, dim3(bounded_grid(words / table_threads + 1)), threads, 0, stream, made);
-  if (e == cudaSuccess) {
-    e = launch(check_kernel<>, tables, threads, 0, stream, view, made, CheckPass::plan);
+  bool closed = false;
+  if constexpr (Kind::by_position) {
+    if (input.removal == Removal::drop_pages) {
+      closed = true;
+      e = launch(open_and_close_kernel<P>,
+                 checks,
+                 threads,
+                 0,
+                 stream,
+                 policy,
+                 view,
+                 made,
+                 input,
+                 finishing);
+    }
   }
-  if (e == cudaSuccess) { e = launch(starts_kernel<>, dim3(1), threads, 0, stream, made); }
-  if (e == cudaSuccess) { e = check_device_layout(view, made, stream); }
-  if (e == cudaSuccess) {
-    e = launch(open_kernel<P>,
-               dim3(bounded_grid(made.heads() / table_threads + 1)),
-               threads,
-               0,
-               stream,
-               policy,
-               view,
-               made,
-               input);
-  }
-  RowScores rows;
-  const ScorerCall call{
-      shape, made.active, rest + select_bytes, scorer_bytes, stream, made.control};
-  if (e == cudaSuccess) { e = ranking.launch(view, call, rows); }
-  if (e != cudaSuccess) { return e; }
-  CloseInput closing{Kind::by_position, options.out_of_place, nullptr, options.reserved};
-  if constexpr (Kind::by_page) {
-    WorkspaceLayout pages(rest, select_bytes);
-    const PageChoice choice = PageChoice::take(pages, shape);
-    closing.stays = choice.stays;
-    const dim3 block(select_threads);
-    e = launch(page_scores_kernel<>,
-               heads,
-               block,
-               0,
-               stream,
-               view,
-               rows,
-               made,
-               policy.page_scores(),
-               choice);
+  if (!closed) {
+    e = launch(open_kernel<P>, checks, threads, 0, stream, policy, view, made, input);
+    std::byte* const rest = static_cast<std::byte*>(workspace.memory) + layout.bytes();
+    RowScores rows;
+    const ScorerCall call{shape, made.active, rest + select_bytes, scorer_bytes, stream, made};
+    if (e == cudaSuccess) { e = ranking.launch(view, call, rows); }
     if (e != cudaSuccess) { return e; }
-    e = launch(choose_pages_kernel<>, tables, block, 0, stream, view, made, policy.unit(), choice);
-  } else if (Kind::lists_rows(input.removal)) {
-    e = top_k(rows,
-              made.tasks,
-              select_bounds(shape),
-              made.rows,
-              made.nan_counts,
-              rest,
-              select_bytes,
-              stream);
+    if constexpr (Kind::by_page) {
+      WorkspaceLayout pages(rest, select_bytes);
+      const PageChoice choice = PageChoice::take(pages, shape);
+      finishing.close.stays = choice.stays;
+      const dim3 block(select_threads);
+      e = launch(page_scores_kernel<>,
+                 dim3(bounded_grid(made.heads())),
+                 block,
+                 0,
+                 stream,
+                 view,
+                 rows,
+                 made,
+                 policy.page_scores(),
+                 choice);
+      if (e != cudaSuccess) { return e; }
+      e = launch(
+          choose_pages_kernel<>, tables, block, 0, stream, view, made, policy.unit(), choice);
+    } else {
+      e = top_k(rows,
+                made.tasks,
+                select_bounds(shape),
+                made.rows,
+                made.nan_counts,
+                rest,
+                select_bytes,
+                stream);
+    }
+    if (e == cudaSuccess) {
+      e = launch(close_kernel<>, tables, threads, 0, stream, view, made, finishing);
+    }
   }
-  if (e == cudaSuccess) {
-    e = launch(close_kernel<>, tables, threads, 0, stream, view, made, closing);
+  // A step lists what leaves along with the moves; spare pages must be known before.
+  if (e != cudaSuccess || (pass.goes_on && !options.out_of_place)) { return e; }
+  return launch(lists_kernel<>, tables, threads, 0, stream, view, made, options.spare_pages);
+}
+
+/// Calls f(ranking, input) with what ranks the rows of a policy: its own scores of an observation.
+template <Policy P, class F>
+[[nodiscard]] cudaError_t with_ranking(const P& policy, const DeviceObservation& obs, F&& f) {
+  OpenInput input;
+  input.budgets = obs.budgets;
+  input.budget_rows = obs.budget_rows;
+  return f(OwnScores<P>{policy, obs}, input);
+}
+/// The same of scores that are given. A policy that keeps by position does not look at them.
+template <Policy P, class F>
+[[nodiscard]] cudaError_t with_ranking(const P& policy, const GivenScores& given, F&& f) {
+  OpenInput input;
+  input.budgets = given.budgets;
+  input.budget_rows = given.budget_rows;
+  if constexpr (DevicePolicy<P>::by_position) {
+    const DeviceObservation none;
+    return f(OwnScores<P>{policy, none}, input);
+  } else {
+    return f(ReadyScores{given}, input);
   }
-  if (e == cudaSuccess) {
-    e = launch(finish_kernel<>, dim3(1), dim3(select_threads), 0, stream, view, made, options);
-  }
-  if (e != cudaSuccess) { return e; }
-  return launch(lists_kernel<>, tables, threads, 0, stream, view, made, options);
 }
 
 }  // namespace detail
@@ -263,8 +295,10 @@ template <Policy P>
 /// \param options    way of removal; spare pages of an out-of-place plan
 /// \returns `cudaErrorInvalidValue` before any launch for a misaligned plane, planes that overlap or lack a stride, a view
 ///   without keys or one that does not fit the shape, a missing input or a workspace that is too small; otherwise the
-///   launches' status. What lies on the device (ids, lengths, budgets, layer bases, arrays of planes) is checked there: a
-///   fault is reported in `DeviceReport::status`, and `apply` then writes nothing
+///   launches' status. What lies on the device (ids, lengths, budgets, layer bases, arrays of planes) is checked there. A
+///   fault of a sequence refuses it alone: `DevicePlan::refusals` says which are refused and why, `DeviceReport::status` is that
+///   of the first, and `apply` leaves them as they are. A page that two sequences may write refuses both. A fault of the planes,
+///   of the workspace or of the spare pages refuses all
 /// \par Ties
 /// the lower position is kept. NaN is the lowest class, counted in the report
 /// \par Complexity
@@ -278,11 +312,9 @@ template <Policy P>
                                const PlanWorkspace& workspace,
                                cudaStream_t stream,
                                const DevicePlanOptions& options = {}) noexcept {
-  detail::OpenInput input;
-  input.budgets = obs.budgets;
-  input.budget_rows = obs.budget_rows;
-  const detail::OwnScores<P> own{policy, obs};
-  return detail::plan_by(policy, view, own, input, workspace, stream, options);
+  return detail::with_ranking(policy, obs, [&](const auto& ranking, const auto& input) {
+    return detail::plan_by(policy, view, ranking, input, workspace, stream, options);
+  });
 }
 
 /// The same by ready-made scores: for every policy that has a path on the device, whether or not there are kernels for its own
@@ -294,17 +326,9 @@ template <Policy P>
                                const PlanWorkspace& workspace,
                                cudaStream_t stream,
                                const DevicePlanOptions& options = {}) noexcept {
-  detail::OpenInput input;
-  input.budgets = given.budgets;
-  input.budget_rows = given.budget_rows;
-  if constexpr (detail::DevicePolicy<P>::by_position) {
-    const DeviceObservation none;
-    const detail::OwnScores<P> own{policy, none};
-    return detail::plan_by(policy, view, own, input, workspace, stream, options);
-  } else {
-    const detail::ReadyScores ready{given};
-    return detail::plan_by(policy, view, ready, input, workspace, stream, options);
-  }
+  return detail::with_ranking(policy, given, [&](const auto& ranking, const auto& input) {
+    return detail::plan_by(policy, view, ranking, input, workspace, stream, options);
+  });
 }
 
 }  // namespace kvtrim::cuda

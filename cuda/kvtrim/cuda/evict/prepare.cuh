@@ -7,6 +7,7 @@
 #include <kvtrim/cuda/detail/device.hpp>
 #include <kvtrim/cuda/evict/apply.cuh>
 #include <kvtrim/cuda/evict/commit.cuh>
+#include <kvtrim/cuda/evict/extend.cuh>
 #include <kvtrim/cuda/evict/plan.cuh>
 #include <kvtrim/cuda/evict/rerotate.cuh>
 #include <kvtrim/cuda/observe/accumulate.cuh>
@@ -24,11 +25,7 @@ template <Policy P>
 [[nodiscard]] cudaError_t prepare_stages(const PlanShape& shape) noexcept {
   const SelectBounds bounds = select_bounds(shape);
   const SharedBytes keys = keys_fit(bounds) ? key_bytes(bounds) : SharedBytes{};
-  const cudaError_t all[] = {load(clear_kernel<>),
-                             load(check_kernel<>),
-                             load(starts_kernel<>),
-                             load(layout_kernel<>),
-                             load(more_planes_kernel<>),
+  const cudaError_t all[] = {load(check_kernel<>),
                              load(open_kernel<P>),
                              load(select_kernel<true>, keys),
                              load(select_kernel<false>),
@@ -37,18 +34,21 @@ template <Policy P>
                              load(select_count_kernel<>),
                              load(select_emit_kernel<>),
                              load(close_kernel<>),
-                             load(finish_kernel<>),
                              load(lists_kernel<>),
+                             load(compare_kernel<>),
                              load(gate_kernel<>),
-                             load(move_kernel<true>),
-                             load(move_kernel<false>),
-                             load(pack_kernel<true>, pack_shared_bytes),
-                             load(pack_kernel<false>, pack_shared_bytes),
+                             load(move_kernel<true>, pack_shared_bytes),
+                             load(move_kernel<false>, pack_shared_bytes),
+                             load(references_kernel<>),
                              load(commit_tables_kernel<>),
-                             load(release_kernel<>),
+                             load(extend_kernel<>),
+                             load(written_kernel<>),
                              load(&list_tiles_kernel<list_threads>),
                              load(&accumulate_kernel<accumulate_threads>),
                              load(&rerotate_kernel<rerotate_threads>)};
+  if constexpr (DevicePolicy<P>::by_position) {
+    if (const cudaError_t e = load(open_and_close_kernel<P>); e != cudaSuccess) { return e; }
+  }
   if constexpr (DevicePolicy<P>::by_page) {
     const cudaError_t pages[] = {load(page_scores_kernel<>), load(choose_pages_kernel<>)};
     if (const cudaError_t e = first_error(pages); e != cudaSuccess) { return e; }
@@ -58,8 +58,8 @@ template <Policy P>
 
 }  // namespace detail
 
-/// Loads what a step by `policy` launches on the current device: `plan` with its scorer, `apply`, `commit`,
-/// `accumulate_probabilities` and `rerotate`, for views within `shape`. Call it once, before a capture, with what the plan will
+/// Loads what a step by `policy` launches on the current device: `extend`, `written`, `plan` with its scorer, `apply`, `commit`,
+/// `step`, `accumulate_probabilities` and `rerotate`, for views within `shape`. Call it once, before a capture, with what the plan will
 /// be given; the host reads types, sizes and strides alone, so numbers on the device need not be there yet.
 /// (`accumulate_column_sums` is loaded by `prepare_window_scores`.)
 ///

@@ -96,12 +96,12 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(layer_threads) layer_mean_kernel(CacheView 
                                                                       std::int32_t max_rows,
                                                                       const std::int32_t* active,
                                                                       SequencePlane scores,
-                                                                      PlanControl* control) {
-  if (failed_before(control, phase_scores)) { return; }  // the lengths cannot be trusted
+                                                                      DevicePlan plan) {
   for (std::int32_t i = static_cast<std::int32_t>(blockIdx.x); i < view.sequences * view.layers;
        i += static_cast<std::int32_t>(gridDim.x)) {
     const SequenceId s{i / view.layers};
     const LayerId l{i % view.layers};
+    if (failed_before(plan, s, phase_scores)) { continue; }  // the lengths cannot be trusted
     const std::int32_t extent = bounded_extent(view, s, l, HeadId{0}, max_rows);
     const std::int32_t hole = view.state(s, l, HeadId{0}).append_row;
     bool same = true;
@@ -130,7 +130,9 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(layer_threads) layer_mean_kernel(CacheView 
         *reinterpret_cast<float*>(scores.row(s, l, HeadId{h}, r)) = sum;
       }
     }
-    if (!same) { note_fault(control, phase_scores, i, Status::bad_observation); }
+    if (!same) {
+      note_fault(plan, phase_scores, s, view.table_of(l, HeadId{0}), Status::bad_observation);
+    }
   }
 }
 
@@ -176,7 +178,7 @@ struct DeviceScorer<TovaParams> {
                           call.shape.max_rows,
                           call.active,
                           rows.scores,
-                          call.control);
+                          call.plan);
   }
 };
 

@@ -9,6 +9,7 @@
 #include <kvtrim/cache/check_tables.hpp>
 #include <kvtrim/cuda/detail/block_scan.cuh>
 #include <kvtrim/cuda/detail/device.hpp>
+#include <kvtrim/cuda/evict/detail/layout.cuh>
 #include <kvtrim/cuda/evict/device_plan.cuh>
 
 #include <cstdint>
@@ -17,12 +18,12 @@ namespace kvtrim::cuda::detail {
 
 inline constexpr int table_threads = 256;
 
-KVTRIM_DEVICE unsigned long long scramble(unsigned long long x) {
+__host__ KVTRIM_DEVICE unsigned long long scramble(unsigned long long x) {
   x = (x ^ (x >> 30U)) * 0xBF58'476D'1CE4'E5B9ULL;
   x = (x ^ (x >> 27U)) * 0x94D0'49BB'1331'11EBULL;
   return x ^ (x >> 31U);
 }
-KVTRIM_DEVICE unsigned long long scramble(unsigned long long a, unsigned long long b) {
+__host__ KVTRIM_DEVICE unsigned long long scramble(unsigned long long a, unsigned long long b) {
   return scramble(scramble(a + 0x9E37'79B9'7F4A'7C15ULL) ^ b);
 }
 
@@ -32,24 +33,33 @@ KVTRIM_DEVICE int pool_of(const CacheView& view, int t) {
   return kvtrim::detail::has_own_layers(view.k) ? raw(view.first_layer(t)) : 0;
 }
 
-// Grid over the words.
-template <class = void>
-__global__ void clear_kernel(DevicePlan plan) {
-  const std::int64_t first = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  const std::int64_t step = static_cast<std::int64_t>(gridDim.x) * blockDim.x;
-  for (std::int64_t i = first; i < plan.tables * plan.seen_words; i += step) { plan.seen[i] = 0; }
-  for (std::int64_t i = first; i < plan.heads(); i += step) { plan.nan_counts[i] = 0; }
-  if (first == 0) {
-    *plan.report = {};
-    PlanControl control{};
-    for (unsigned long long& fault : control.faults) { fault = no_fault; }
-    *plan.control = control;
-  }
+/// How many such memories there are.
+[[nodiscard]] inline std::int32_t pools_of(const CacheView& view) noexcept {
+  if (kvtrim::detail::has_own_heads(view)) { return view.tables_per_sequence(); }
+  const bool layers = kvtrim::detail::has_own_layers(view.k) && view.scope != TableScope::group;
+  return layers ? view.layers : 1;
 }
 
-/// When the tables are looked at. `plan` checks lengths and entries and notes each table's generation; `apply` and `commit`
-/// compare it, for the tables that the plan evicts from.
-enum class CheckPass : std::int32_t { plan, apply, commit };
+/// When a table is compared with what it was: `apply` and `commit` do, for the tables that the plan evicts from.
+enum class ComparePass : std::int32_t { apply, commit };
+
+/// A number that tells caches apart: a plan is for one of them.
+[[nodiscard]] inline unsigned long long view_mark(const CacheView& view) noexcept {
+  unsigned long long mark = 1;
+  for (const void* const p : {static_cast<const void*>(view.k.base),
+                              static_cast<const void*>(view.k.layer_bases),
+                              static_cast<const void*>(view.v.base),
+                              static_cast<const void*>(view.table.ids),
+                              static_cast<const void*>(view.table.indptr),
+                              static_cast<const void*>(view.lengths),
+                              static_cast<const void*>(view.last_page_len),
+                              static_cast<const void*>(view.states),
+                              static_cast<const void*>(view.positions.base),
+                              static_cast<const void*>(view.score_sums.base)}) {
+    mark = scramble(mark, reinterpret_cast<std::uintptr_t>(p));
+  }
+  return mark;
+}
 
 /// One table and a sum of what a plan for it depends on. Once its rows are moved, it does not matter which of its pages may be
 /// written: a sequence that shares them may end.
@@ -110,53 +120,147 @@ struct CheckedTable {
   }
 };
 
-struct CheckShared {
-  BlockScan<table_threads, unsigned long long> sums;
+/// What the checking launch is told.
+struct CheckInput {
+  BaseUnits units{};
+  unsigned long long mark = 0;  // `view_mark`
+  bool sums = true;             // note the tables' generations, to compare them later
+  bool written = false;         // the open step is written in all layers
 };
 
-/// Checks a table's entries and notes its generation.
+struct CheckShared {
+  BlockScan<table_threads, unsigned long long> sums;
+  LayoutShared layout;
+};
+
+// What the launch found out about a table, for the next one: the status of its length, and of its entries.
+KVTRIM_DEVICE constexpr std::int32_t check_of(Status length, Status entries) {
+  return static_cast<std::int32_t>(length) | static_cast<std::int32_t>(entries) << 8;
+}
+KVTRIM_DEVICE constexpr Status checked_length(std::int32_t check) {
+  return static_cast<Status>(check & 0xFF);
+}
+KVTRIM_DEVICE constexpr Status checked_entries(std::int32_t check) {
+  return static_cast<Status>(check >> 8);
+}
+
+/// Word of `DevicePlan::owners` that says which entry holds a page that may be written.
+KVTRIM_DEVICE unsigned long long& owner_of(const CacheView& view,
+                                           const DevicePlan& plan,
+                                           std::int32_t t,
+                                           PageId p) {
+  return plan.owners[pool_of(view, t) * plan.pool_pages + raw(p)];
+}
+/// An entry of keys, or of values, as such a word; its table is the high half.
+KVTRIM_DEVICE unsigned long long owner_word(std::int64_t table, std::int64_t e, bool of_values) {
+  return static_cast<unsigned long long>(table) << 32U |
+         (static_cast<unsigned long long>(e) << 1U | (of_values ? 1U : 0U));
+}
+/// Calls f(page, of_values) for the ids of entry `e`.
+template <class F>
+KVTRIM_DEVICE void for_each_id(const CheckedTable& at, std::int64_t e, F&& f) {
+  f(at.view.k_page(at.s, at.l, at.h, static_cast<std::int32_t>(e)), false);
+  if (at.view.table.v_offset != 0) {
+    f(at.view.v_page(at.s, at.l, at.h, static_cast<std::int32_t>(e)), true);
+  }
+}
+
+/// Checks a table's length and the range of its ids, claims the pages that it may write, and notes its generation. Whether
+/// another entry claimed a page too can only be seen once all have: `find_page_twice`, in the next launch.
 KVTRIM_DEVICE void check_table(const CheckedTable& at,
                                const DevicePlan& plan,
-                               CheckShared& shared) {
+                               bool sums,
+                               CheckShared& shared,
+                               CheckNote& note) {
   const CacheView& view = at.view;
-  const long long place = static_cast<long long>(at.t) * plan.sequences + raw(at.s);
   Status length = kvtrim::detail::check_length(view, at.s, at.t).status;
   const std::int64_t entries = length == Status::ok ? at.entries() : 0;
   const std::int64_t rows = view.live_rows(at.s, at.l, at.h) + view.first_row(at.s) +
                             (view.state(at.s, at.l, at.h).append_row >= 0 ? 1 : 0);
   if (length == Status::ok && (rows > plan.max_rows || entries > plan.max_pages)) {
     length = Status::workspace_too_small;
+    note.too_long = 1;
   }
-  if (threadIdx.x == 0) {
-    plan.entry_starts[at.index + 1] = length == Status::ok ? static_cast<std::int32_t>(entries) : 0;
-    if (length != Status::ok) { note_fault(plan.control, phase_length, place, length); }
+  if (length != Status::ok) {
+    if (threadIdx.x == 0) {
+      plan.entry_starts[at.index] = 0;
+      plan.checks[at.index] = check_of(length, Status::ok);
+    }
+    return;
   }
-  if (length != Status::ok) { return; }
+  note.entries += entries;
   // Entries that only padding uses are not looked at: null pages may stand there.
   const std::int64_t padding = view.first_row(at.s) / view.page_size;
-  unsigned long long sum = threadIdx.x == 0 ? at.counters(0) : 0;
+  unsigned long long sum = sums && threadIdx.x == 0 ? at.counters(0) : 0;
+  bool outside = false;
   for (std::int64_t e = threadIdx.x; e < entries; e += table_threads) {
     const unsigned may_write = at.writable(e);
-    sum += at.entry(e, may_write);
-    const auto visit = [&](PageId p, unsigned bit) {
-      if (e < padding) { return; }
-      if (!at.in_pool(p, bit == 2U)) {
-        note_fault(plan.control, phase_entries, place, Status::page_out_of_range);
-      } else if ((may_write & bit) != 0) {
-        const std::int64_t word = pool_of(view, at.t) * plan.seen_words + raw(p) / 32;
-        const std::uint32_t mine = 1U << (static_cast<unsigned>(raw(p)) % 32U);
-        if ((atomicOr(&plan.seen[word], mine) & mine) != 0) {
-          note_fault(plan.control, phase_entries, place, Status::page_twice);
-        }
+    if (sums) { sum += at.entry(e, may_write); }
+    if (e < padding) { continue; }
+    for_each_id(at, e, [&](PageId p, bool of_values) {
+      if (!at.in_pool(p, of_values)) {
+        outside = true;
+      } else if ((may_write & (of_values ? 2U : 1U)) != 0) {
+        store_any(&owner_of(view, plan, at.t, p), owner_word(at.index, e, of_values));
       }
-    };
-    visit(view.k_page(at.s, at.l, at.h, static_cast<std::int32_t>(e)), 1U);
-    if (view.table.v_offset != 0) {
-      visit(view.v_page(at.s, at.l, at.h, static_cast<std::int32_t>(e)), 2U);
-    }
+    });
   }
-  sum = block_sum(sum, shared.sums);
-  if (threadIdx.x == 0) { plan.generations[at.index] = sum; }
+  outside = __syncthreads_or(outside) != 0;
+  if (sums) { sum = block_sum(sum, shared.sums); }
+  if (threadIdx.x == 0) {
+    plan.entry_starts[at.index] = static_cast<std::int32_t>(entries);
+    plan.checks[at.index] = check_of(Status::ok, outside ? Status::page_out_of_range : Status::ok);
+    if (sums) { plan.generations[at.index] = sum; }
+  }
+}
+
+/// Finds pages that two entries may write: both sequences are at fault.
+KVTRIM_DEVICE void find_page_twice(const CheckedTable& at, const DevicePlan& plan) {
+  const CacheView& view = at.view;
+  const std::int64_t entries = at.entries();
+  const std::int64_t padding = view.first_row(at.s) / view.page_size;
+  for (std::int64_t e = padding + threadIdx.x; e < entries; e += table_threads) {
+    const unsigned may_write = at.writable(e);
+    for_each_id(at, e, [&](PageId p, bool of_values) {
+      if (!at.in_pool(p, of_values) || (may_write & (of_values ? 2U : 1U)) == 0) { return; }
+      const unsigned long long owner = owner_of(view, plan, at.t, p);
+      if (owner == owner_word(at.index, e, of_values)) { return; }
+      const auto other = static_cast<std::int64_t>(owner >> 32U);
+      const auto sequence = static_cast<std::int32_t>(other / plan.tables);
+      const auto table = static_cast<std::int32_t>(other % plan.tables);
+      note_fault(plan, phase_entries, at.s, at.t, Status::page_twice);
+      note_fault(plan, phase_entries, SequenceId{sequence}, table, Status::page_twice);
+    });
+  }
+}
+
+// A block: some neighbouring tables, and a share of the planes. The first launch of a plan: it sets what the others add to.
+template <class = void>
+__global__ void KVTRIM_LAUNCH_BOUNDS(table_threads, 2)
+    check_kernel(CacheView view, DevicePlan plan, CheckInput input) {
+  KVTRIM_SHARED(CheckShared, shared, );
+  const std::int64_t thread = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  const std::int64_t step = static_cast<std::int64_t>(gridDim.x) * blockDim.x;
+  for (std::int64_t i = thread; i < (plan.sequences + std::int64_t{1}) * phases; i += step) {
+    plan.faults[i] = no_fault;
+  }
+  if (thread == 0) {
+    *plan.report = {};
+    PlanControl control{};
+    control.view = input.mark;
+    *plan.control = control;
+  }
+  CheckNote note;
+  note.bad_planes = bad_device_layout<table_threads>(view, input.units, shared.layout) ? 1 : 0;
+  const TableRange range = tables_of_block(plan);
+  for (std::int64_t i = range.first; i < range.last; ++i) {
+    if (input.written && view.states != nullptr) {
+      if (threadIdx.x == 0) { view.states[i].open = false; }
+      __syncthreads();
+    }
+    check_table(CheckedTable(view, plan, i), plan, input.sums, shared, note);
+  }
+  if (threadIdx.x == 0) { plan.notes[blockIdx.x] = note; }
 }
 
 /// Sum of a table as it is now; bounds are not trusted any more.
@@ -176,14 +280,8 @@ KVTRIM_DEVICE unsigned long long table_sum(const CheckedTable& at,
 /// Takes a table that cannot be committed out of the plan: it was changed since its rows were moved (`torn`), or its sequence
 /// ended (`stale_plan`).
 KVTRIM_DEVICE void leave_out(const CheckedTable& at, const DevicePlan& plan, Status why) {
-  TablePlan& table = plan.table_plans[at.index];
-  std::uint8_t* const free = plan.released_free + plan.list_starts[2 * at.index];
-  for (std::int32_t k = static_cast<std::int32_t>(threadIdx.x); k < table.released;
-       k += table_threads) {
-    free[k] = 0;
-  }
-  __syncthreads();
   if (threadIdx.x != 0) { return; }
+  TablePlan& table = plan.table_plans[at.index];
   const std::int64_t heads =
       static_cast<std::int64_t>(at.view.layers_per_table()) * at.view.heads_per_table();
   const std::int64_t gone = table.live_before - table.live_after;
@@ -199,20 +297,17 @@ KVTRIM_DEVICE void leave_out(const CheckedTable& at, const DevicePlan& plan, Sta
   table.evicts = false;
 }
 
-// A block: one table.
+// A block: one table that the plan evicts from: whether it is what it was.
 template <class = void>
 __global__ void KVTRIM_LAUNCH_BOUNDS(table_threads, 2)
-    check_kernel(CacheView view, DevicePlan plan, CheckPass pass) {
+    compare_kernel(CacheView view, DevicePlan plan, unsigned long long mark, ComparePass pass) {
   KVTRIM_SHARED(CheckShared, shared, );
-  if (pass == CheckPass::commit && plan.control->stage != DeviceStage::applied) { return; }
+  const DeviceStage due = pass == ComparePass::apply ? DeviceStage::planned : DeviceStage::applied;
+  if (plan.control->stage != due || plan.control->view != mark) { return; }
   for (std::int64_t i = blockIdx.x; i < plan.all_tables(); i += gridDim.x) {
-    const CheckedTable at(view, plan, i);
-    if (pass == CheckPass::plan) {
-      check_table(at, plan, shared);
-      continue;
-    }
     if (!plan.table_plans[i].evicts) { continue; }
-    if (pass == CheckPass::apply) {
+    const CheckedTable at(view, plan, i);
+    if (pass == ComparePass::apply) {
       const unsigned long long now = table_sum(at, 0, true, shared);
       const unsigned long long then = table_sum(at, 1, false, shared);
       if (threadIdx.x == 0) {
@@ -234,62 +329,51 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(table_threads, 2)
   }
 }
 
-struct StartsShared {
-  BlockScan<table_threads, long long> sums;
-};
-
-// One block: where each table's entries begin in the arrays that are indexed by entry.
-template <class = void>
-__global__ void KVTRIM_LAUNCH_BOUNDS(table_threads) starts_kernel(DevicePlan plan) {
-  KVTRIM_SHARED(StartsShared, shared, );
-  if (threadIdx.x == 0) { plan.entry_starts[0] = 0; }
-  long long before = 0;
-  for (std::int64_t base = 0; base < plan.all_tables(); base += table_threads) {
-    const std::int64_t i = base + threadIdx.x;
-    const bool in = i < plan.all_tables();
-    const long long mine = in ? plan.entry_starts[i + 1] : 0;
-    long long here = 0;
-    const long long first = before + block_sum_before(mine, shared.sums, here);
-    if (in) { plan.entry_starts[i + 1] = static_cast<std::int32_t>(first + mine); }
-    before += here;
-  }
-  if (threadIdx.x == 0 && before > plan.entries) {
-    note_fault(plan.control, phase_length, 0, Status::workspace_too_small);
-  }
-}
-
-// One block: whether the plan may be carried out, from `from` on.
+// One block: whether the plan may be carried out, from `pass` on.
 template <class = void>
 __global__ void KVTRIM_LAUNCH_BOUNDS(table_threads)
-    gate_kernel(CacheView view, DevicePlan plan, CheckPass pass) {
+    gate_kernel(CacheView view, DevicePlan plan, unsigned long long mark, ComparePass pass) {
   KVTRIM_SHARED(std::int32_t, opens, [1]);
   if (threadIdx.x == 0) {
     PlanControl& control = *plan.control;
     control.go = 0;
     Status status = control.status;
-    if (usable(status) && pass == CheckPass::apply) {
-      if (control.evicting == 0) {  // nothing goes: never stale
+    const bool other = control.view != mark;  // a plan for another cache lies in the workspace now
+    if (control.evicting != 0 && other) {
+      status = Status::stale_plan;
+    } else if (control.evicting == 0) {  // nothing goes: never stale
+      if (pass == ComparePass::apply) {
         if (control.stage == DeviceStage::planned) { control.stage = DeviceStage::applied; }
-      } else if (control.stage != DeviceStage::planned || control.changed != 0) {
+      } else if (usable(status)) {
+        if (control.stage == DeviceStage::planned) {
+          status = Status::not_applied;
+        } else {
+          control.stage = DeviceStage::committed;
+        }
+      }
+    } else if (pass == ComparePass::apply) {
+      if (control.stage != DeviceStage::planned || control.changed != 0) {
         status = Status::stale_plan;
       } else {
         control.go = 1;
         control.stage = DeviceStage::applied;
       }
-    } else if (usable(status)) {
-      if (control.stage == DeviceStage::planned) {
-        status = Status::not_applied;
-      } else if (control.stage == DeviceStage::committed && control.evicting != 0) {
+    } else if (control.stage == DeviceStage::planned) {
+      status = Status::not_applied;
+    } else if (control.stage == DeviceStage::committed) {
+      status = Status::stale_plan;
+    } else {
+      control.go = control.whole > 0 ? 1 : 0;
+      if (control.torn > 0) {
+        status = Status::torn;
+      } else if (control.whole == 0) {
         status = Status::stale_plan;
-      } else if (control.evicting != 0) {
-        control.go = control.whole > 0 ? 1 : 0;
-        status = control.torn > 0 ? Status::torn : control.whole == 0 ? Status::stale_plan : status;
       }
-      if (status != Status::not_applied) { control.stage = DeviceStage::committed; }
+      control.stage = DeviceStage::committed;
     }
     control.changed = 0;
     plan.report->status = status;
-    opens[0] = pass == CheckPass::apply ? control.go : 0;
+    opens[0] = pass == ComparePass::apply ? control.go : 0;
   }
   __syncthreads();
   if (opens[0] == 0) { return; }

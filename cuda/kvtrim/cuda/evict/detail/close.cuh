@@ -29,6 +29,7 @@ struct CloseInput {
 /// Shared memory of a closing block.
 struct CloseShared {
   BlockScan<table_threads, std::int32_t> ranks;
+  BlockScan<table_threads, unsigned long long> sums;
   std::int32_t slot;
 };
 
@@ -358,23 +359,32 @@ KVTRIM_DEVICE Status close_pack(
   return Status::ok;
 }
 
-/// Whether heads or layers that have their own tables but share sequence planes keep the same rows.
-KVTRIM_DEVICE bool agrees_with_other_tables(const ClosingTable& at, const TablePlan& table) {
-  const CacheView& view = at.view;
+/// Whether heads, or layers, that have tables of their own share sequence planes.
+struct SharedPlanes {
   bool heads = false;
   bool layers = false;
+};
+KVTRIM_DEVICE SharedPlanes shared_planes(const CacheView& view) {
+  SharedPlanes common;
   for (int i = 0; i < sequence_plane_count(view); ++i) {
     const SequencePlane p = sequence_plane(view, i);
-    heads = heads || (p && p.head_stride == 0);
-    layers = layers || (p && p.layer_stride == 0);
+    common.heads = common.heads || (p && p.head_stride == 0);
+    common.layers = common.layers || (p && p.layer_stride == 0);
   }
-  heads = heads && view.scope == TableScope::head && view.kv_heads > 1;
-  layers = layers && view.scope != TableScope::group && view.layers > 1;
-  if (!heads && !layers) { return true; }
+  common.heads = common.heads && view.scope == TableScope::head && view.kv_heads > 1;
+  common.layers = common.layers && view.scope != TableScope::group && view.layers > 1;
+  return common;
+}
+
+/// Whether they keep the same rows.
+KVTRIM_DEVICE bool agrees_with_other_tables(const ClosingTable& at, const TablePlan& table) {
+  const CacheView& view = at.view;
+  const SharedPlanes common = shared_planes(view);
+  if (!common.heads && !common.layers) { return true; }
   bool agree = true;
   for (std::int32_t i = 0; i < at.heads; ++i) {
-    const LayerId l = layers ? LayerId{0} : at.layer(i);
-    const HeadId h = heads ? HeadId{0} : at.head(i);
+    const LayerId l = common.layers ? LayerId{0} : at.layer(i);
+    const HeadId h = common.heads ? HeadId{0} : at.head(i);
     const std::int64_t other = at.plan.head_index(at.s, l, h);
     const SelectTask x = at.plan.tasks[at.head_index(i)];
     const SelectTask y = at.plan.tasks[other];
@@ -390,64 +400,99 @@ KVTRIM_DEVICE bool agrees_with_other_tables(const ClosingTable& at, const TableP
   return agree;
 }
 
-// A block: one table.
-template <class = void>
-__global__ void KVTRIM_LAUNCH_BOUNDS(table_threads, 2)
-    close_kernel(CacheView view, DevicePlan plan, CloseInput input) {
-  KVTRIM_SHARED(CloseShared, shared, );
-  for (std::int64_t i = blockIdx.x; i < plan.all_tables(); i += gridDim.x) {
-    if (failed_before(plan.control, phase_close)) { return; }
-    TablePlan table = plan.table_plans[i];
-    __syncthreads();  // all threads have read what thread 0 writes below
-    if (!table.evicts) { continue; }
-    const auto t = static_cast<std::int32_t>(i % plan.tables);
-    const SequenceId s{static_cast<std::int32_t>(i / plan.tables)};
-    const ClosingTable at{view,
-                          plan,
-                          shared,
-                          s,
-                          t,
-                          i,
-                          view.first_layer(t),
-                          view.first_head(t),
-                          view.layers_per_table() * view.heads_per_table(),
-                          view.heads_per_table(),
-                          input};
-    const SelectTask task = plan.tasks[at.head_index(0)];
-    bool common = false;
-    for (int k = 0; k < sequence_plane_count(view); ++k) {
-      const SequencePlane p = sequence_plane(view, k);
-      common = common || (p && ((p.head_stride == 0 && view.kv_heads > 1) ||
-                                (p.layer_stride == 0 && view.layers > 1)));
+/// What a closed table adds to the report, and where its heads' tiles begin.
+KVTRIM_DEVICE void add_up_table(const ClosingTable& at, const TablePlan& table) {
+  const DevicePlan& plan = at.plan;
+  const auto thread = static_cast<std::int32_t>(threadIdx.x);
+  const bool by_list = table.removal == Removal::fill_holes ||
+                       table.removal == Removal::overwrite_slot || table.spare_pages > 0;
+  unsigned long long bytes = 0;
+  unsigned long long nan = 0;
+  std::int32_t tiles = 0;
+  for (std::int32_t base = 0; base < at.heads; base += table_threads) {
+    const std::int32_t k = base + thread;
+    std::int32_t mine = 0;
+    if (k < at.heads) {
+      const std::int64_t i = at.head_index(k);
+      const std::int64_t moved = plan.head_plans[i].moved;
+      bytes += static_cast<unsigned long long>(moved *
+                                               moved_row_bytes(at.view, at.layer(k), at.head(k)));
+      if (plan.tasks[i].active != 0) { nan += static_cast<unsigned long long>(plan.nan_counts[i]); }
+      mine = by_list ? static_cast<std::int32_t>((moved + move_tile - 1) / move_tile) : 0;
     }
-    bool ties = false;
-    for (int k = 0; k < view.page_plane_count; ++k) {
-      const PagePlane& p = view.page_planes[k];
-      ties = ties || kvtrim::detail::ties_rows(view, p);
-      common =
-          common || (kvtrim::detail::has_row_entries(view, p) &&
-                     ((p.head_stride == 0 && view.scope != TableScope::head && view.kv_heads > 1) ||
-                      (p.layer_stride == 0 && view.scope == TableScope::group && view.layers > 1)));
-    }
-    Status status = table.status;
-    Status closed = Status::ok;
-    if (!agrees_with_other_tables(at, table)) {
-      closed = Status::planes_disagree;
-    } else if (table.removal == Removal::drop_pages) {
-      closed = close_drop(at, table, task);
-    } else if (table.removal == Removal::overwrite_slot) {
-      closed = close_overwrite(at, table, task, common);
-    } else {
-      closed = close_pack(at, table, task, common, ties);
-    }
-    if (usable(status) && closed != Status::ok) { status = closed; }
-    table.status = status;
-    if (threadIdx.x == 0) {
-      plan.table_plans[i] = table;
-      if (!usable(status)) { note_fault(plan.control, phase_close, i, status); }
-    }
-    __syncthreads();
+    std::int32_t here = 0;
+    const std::int32_t before = tiles + block_sum_before(mine, at.shared.ranks, here);
+    if (k < at.heads) { plan.tile_starts[at.head_index(k)] = before; }
+    tiles += here;
   }
+  bytes = block_sum(bytes, at.shared.sums);
+  nan = block_sum(nan, at.shared.sums);
+  if (thread == 0) {
+    plan.totals[at.index] = {
+        static_cast<std::int64_t>(bytes), static_cast<std::int64_t>(nan), tiles};
+  }
+}
+
+/// Table `i` of all.
+KVTRIM_DEVICE ClosingTable closing_table(const CacheView& view,
+                                         const DevicePlan& plan,
+                                         std::int64_t i,
+                                         const CloseInput& input,
+                                         CloseShared& shared) {
+  const auto t = static_cast<std::int32_t>(i % plan.tables);
+  return {view,
+          plan,
+          shared,
+          SequenceId{static_cast<std::int32_t>(i / plan.tables)},
+          t,
+          i,
+          view.first_layer(t),
+          view.first_head(t),
+          view.layers_per_table() * view.heads_per_table(),
+          view.heads_per_table(),
+          input};
+}
+
+/// Closes a table, for a whole block. `agrees`: with the tables that it shares planes with.
+KVTRIM_DEVICE void close_table(const ClosingTable& at, bool agrees, TablePlan& table) {
+  const CacheView& view = at.view;
+  const DevicePlan& plan = at.plan;
+  const SelectTask task = plan.tasks[at.head_index(0)];
+  bool common = false;
+  for (int k = 0; k < sequence_plane_count(view); ++k) {
+    const SequencePlane p = sequence_plane(view, k);
+    common = common || (p && ((p.head_stride == 0 && view.kv_heads > 1) ||
+                              (p.layer_stride == 0 && view.layers > 1)));
+  }
+  bool ties = false;
+  for (int k = 0; k < view.page_plane_count; ++k) {
+    const PagePlane& p = view.page_planes[k];
+    ties = ties || kvtrim::detail::ties_rows(view, p);
+    common =
+        common || (kvtrim::detail::has_row_entries(view, p) &&
+                   ((p.head_stride == 0 && view.scope != TableScope::head && view.kv_heads > 1) ||
+                    (p.layer_stride == 0 && view.scope == TableScope::group && view.layers > 1)));
+  }
+  Status status = table.status;
+  Status closed = Status::ok;
+  if (!agrees) {
+    closed = Status::planes_disagree;
+  } else if (table.removal == Removal::drop_pages) {
+    closed = close_drop(at, table, task);
+  } else if (table.removal == Removal::overwrite_slot) {
+    closed = close_overwrite(at, table, task, common);
+  } else {
+    closed = close_pack(at, table, task, common, ties);
+  }
+  if (usable(status) && closed != Status::ok) { status = closed; }
+  table.status = status;
+  __syncthreads();  // the heads' plans are written
+  if (usable(status)) { add_up_table(at, table); }
+  if (threadIdx.x == 0) {
+    plan.table_plans[at.index] = table;
+    if (!usable(status)) { note_fault(plan, phase_close, at.s, at.t, status); }
+  }
+  __syncthreads();
 }
 
 }  // namespace kvtrim::cuda::detail

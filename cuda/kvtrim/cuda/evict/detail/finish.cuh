@@ -1,16 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// The totals of a plan, and where each table's share of the common lists begins: the host's `stage::finish`. A plan that is
-// refused evicts nothing, and lists nothing that was half made.
+// Which sequences are refused, the totals of a plan, and where each table's share of the common lists begins: the host's
+// `stage::finish`, for each sequence by itself. The last block of the launch that closes tables does it; its work is bounded
+// by the number of tables. A sequence that is refused evicts nothing, and lists nothing that was half made.
 
 #include <kvtrim/cache/cache_view.hpp>
 #include <kvtrim/cache/move.hpp>
 #include <kvtrim/cuda/detail/block_scan.cuh>
 #include <kvtrim/cuda/detail/device.hpp>
 #include <kvtrim/cuda/evict/detail/check.cuh>
+#include <kvtrim/cuda/evict/detail/close.cuh>
 #include <kvtrim/cuda/evict/device_plan.cuh>
-#include <kvtrim/cuda/select/detail/radix.cuh>
 
 #include <cstdint>
 
@@ -28,160 +29,257 @@ struct DevicePlanOptions {
 
 namespace detail {
 
-struct FinishShared {
-  BlockScan<select_threads, std::int32_t> counts;
-  BlockScan<select_threads, unsigned long long> totals;
+/// What the launch that closes tables is told.
+struct FinishInput {
+  CloseInput close{};
+  DevicePlanOptions options{};
+  bool goes_on = false;  // moves and commits follow, with nothing in between
 };
 
-// One block: totals, and where each table's share of the common lists begins.
-template <class = void>
-__global__ void KVTRIM_LAUNCH_BOUNDS(select_threads, 1)
-    finish_kernel(CacheView view, DevicePlan plan, DevicePlanOptions options) {
-  KVTRIM_SHARED(FinishShared, shared, );
+struct FinishShared {
+  BlockScan<table_threads, std::int32_t> counts;
+  BlockScan<table_threads, unsigned long long> totals;
+  unsigned long long first[phases];  // fault of each phase: place, status
+  std::int32_t last;
+};
+
+/// Sum over the threads of a block.
+KVTRIM_DEVICE std::int64_t total_of(std::int64_t mine, FinishShared& shared) {
+  return static_cast<std::int64_t>(block_sum(static_cast<unsigned long long>(mine), shared.totals));
+}
+
+/// Says of each sequence whether it is refused, and returns how many are; all threads get the answer. `report` gets the status,
+/// and the place of the first fault.
+KVTRIM_DEVICE std::int32_t refuse_sequences(const DevicePlan& plan,
+                                            bool any_evicts,
+                                            FinishShared& shared,
+                                            Status& all,
+                                            DeviceReport& report) {
   const auto thread = static_cast<std::int32_t>(threadIdx.x);
-  PlanControl& control = *plan.control;
-  std::int32_t evicting = 0;
-  for (std::int64_t base = 0; base < plan.all_tables(); base += select_threads) {
-    const std::int64_t i = base + thread;
-    evicting += __syncthreads_count(i < plan.all_tables() && plan.table_plans[i].evicts);
-  }
-  unsigned long long fault = no_fault;
-  for (int phase = phase_close; phase >= 0; --phase) {
-    const bool counts = phase != phase_entries || evicting > 0;
-    if (counts && control.faults[phase] != no_fault) { fault = control.faults[phase]; }
-  }
-  const std::int32_t each = view.table.v_offset != 0 ? 2 : 1;
-  std::int32_t spares = 0;
-  if (fault == no_fault && options.out_of_place) {
-    for (std::int64_t base = 0; base < plan.all_tables(); base += select_threads) {
-      const std::int64_t i = base + thread;
-      const bool in = i < plan.all_tables() && plan.table_plans[i].evicts;
-      const std::int32_t mine = in ? plan.table_plans[i].spare_pages * each : 0;
-      spares += block_sum(mine, shared.counts);
+  if (thread < phases) { shared.first[thread] = no_fault; }
+  __syncthreads();
+  std::int32_t refused = 0;
+  for (std::int32_t s = thread; s <= plan.sequences; s += table_threads) {
+    DeviceRefusal mine;
+    for (int phase = 0; phase < phases; ++phase) {
+      const unsigned long long fault = plan.faults[std::int64_t{s} * phases + phase];
+      if (fault == no_fault || (phase == phase_entries && !any_evicts)) { continue; }
+      const auto table = static_cast<std::int32_t>(fault >> 8U);
+      const auto status = static_cast<Status>(fault & 0xFFU);
+      // Lengths and entries are checked table by table, everything else sequence by sequence; what concerns all comes first.
+      const std::int64_t place = phase == phase_length || phase == phase_entries
+                                     ? std::int64_t{table} * plan.sequences + s
+                                     : std::int64_t{s} * plan.tables + table;
+      atomicMin(&shared.first[phase],
+                static_cast<unsigned long long>(s == plan.sequences ? 0 : place + 1) << 8U |
+                    (fault & 0xFFU));
+      if (mine.status == Status::ok) { mine = {status, table}; }
     }
-    const std::int32_t there = options.spare_count != nullptr ? *options.spare_count : 0;
-    bool bad = spares > there;
-    if (!bad) {
-      bool outside = false;
-      for (std::int32_t k = thread; k < spares; k += select_threads) {
-        outside = outside || options.spare_pages[k] < 0 || options.spare_pages[k] >= view.pages;
-      }
-      if (__syncthreads_or(outside) != 0) {
-        fault = static_cast<unsigned long long>(Status::page_out_of_range);
-      }
-    } else {
-      fault = static_cast<unsigned long long>(Status::out_of_pages);
+    if (s < plan.sequences) {
+      plan.refusals[s] = mine;
+      refused += mine.status != Status::ok ? 1 : 0;
     }
   }
-  if (fault != no_fault) {
-    for (std::int64_t i = thread; i < plan.all_tables(); i += select_threads) {
-      plan.table_plans[i] = {};
-    }
-    for (std::int64_t i = thread; i < plan.heads(); i += select_threads) {
-      plan.head_plans[i] = {};
-    }
-    for (std::int64_t i = thread; i <= plan.heads(); i += select_threads) {
-      plan.tile_starts[i] = 0;
-    }
-    if (thread == 0) {
-      DeviceReport report;
-      report.status = static_cast<Status>(fault & 0xFFU);
-      report.spares_needed = spares;
-      *plan.report = report;
-      control.status = report.status;
-      control.evicting = 0;
-    }
-    return;
+  refused = block_sum(refused, shared.counts);
+  const unsigned long long* const common =
+      plan.faults + static_cast<std::int64_t>(plan.sequences) * phases;
+  all = Status::ok;
+  for (int phase = phases - 1; phase >= 0; --phase) {
+    if (common[phase] != no_fault) { all = static_cast<Status>(common[phase] & 0xFFU); }
+    const unsigned long long first = shared.first[phase];
+    if (first == no_fault) { continue; }
+    report.status = static_cast<Status>(first & 0xFFU);
+    const auto place = static_cast<std::int64_t>(first >> 8U) - 1;
+    const bool by_table = phase == phase_length || phase == phase_entries;
+    report.first_refused = static_cast<std::int32_t>(place < 0  ? -1
+                                                     : by_table ? place % plan.sequences
+                                                                : place / plan.tables);
+    report.first_table = static_cast<std::int32_t>(place < 0  ? -1
+                                                   : by_table ? place / plan.sequences
+                                                              : place % plan.tables);
   }
-  // Released ids of all tables, one list; spare pages of each.
-  std::int32_t released = 0;
-  std::int32_t spare = 0;
-  bool over = false;
-  for (std::int64_t base = 0; base < plan.all_tables(); base += select_threads) {
-    const std::int64_t i = base + thread;
-    const bool in = i < plan.all_tables();
-    TablePlan table;
-    if (in) { table = plan.table_plans[i]; }
-    std::int32_t here = 0;
-    const std::int32_t first =
-        released + block_sum_before(table.evicts ? table.released : 0, shared.counts, here);
-    released += here;
-    const std::int32_t first_spare =
-        spare + block_sum_before(table.evicts ? table.spare_pages * each : 0, shared.counts, here);
-    spare += here;
-    if (!in) { continue; }
-    over = over || table.status == Status::over_budget;
-    if (!table.evicts) { continue; }
-    plan.list_starts[2 * i] = first;
-    plan.list_starts[2 * i + 1] = first_spare;
+  __syncthreads();
+  return refused;
+}
+
+/// Refuses all: a plan of nothing.
+KVTRIM_DEVICE void refuse_all(const DevicePlan& plan, Status all, const DeviceReport& report) {
+  const auto thread = static_cast<std::int32_t>(threadIdx.x);
+  for (std::int64_t i = thread; i < plan.all_tables(); i += table_threads) {
+    plan.table_plans[i] = {};
   }
-  // Tiles of the moves that go through lists, and the totals.
-  std::int64_t kept = 0;
-  std::int64_t evicted = 0;
-  std::int64_t bytes = 0;
-  std::int64_t nan = 0;
-  std::int32_t tiles = 0;
-  for (std::int64_t base = 0; base < plan.heads(); base += select_threads) {
-    const std::int64_t i = base + thread;
-    std::int32_t mine = 0;
-    if (i < plan.heads()) {
-      const auto [s, l, h] = plan.head_at(i);
-      const TablePlan table = plan.table_plans[plan.table_index(s, view.table_of(l, h))];
-      const HeadPlan head = plan.head_plans[i];
-      const SelectTask task = plan.tasks[i];
-      kept += table.live_before - head.evicted;
-      evicted += head.evicted;
-      bytes += head.moved * moved_row_bytes(view, l, h);
-      if (task.active != 0) { nan += plan.nan_counts[i]; }
-      const bool by_list =
-          table.evicts && (table.removal == Removal::fill_holes ||
-                           table.removal == Removal::overwrite_slot || table.spare_pages > 0);
-      mine = by_list ? static_cast<std::int32_t>((head.moved + move_tile - 1) / move_tile) : 0;
-    }
-    std::int32_t here = 0;
-    const std::int32_t before = tiles + block_sum_before(mine, shared.counts, here);
-    tiles += here;
-    if (i < plan.heads()) { plan.tile_starts[i] = before; }
+  for (std::int32_t s = thread; s < plan.sequences; s += table_threads) {
+    if (plan.refusals[s].status == Status::ok) { plan.refusals[s] = {all, -1}; }
   }
-  const auto total = [&](std::int64_t mine) {
-    const auto sum = block_sum(static_cast<unsigned long long>(mine), shared.totals);
-    return static_cast<std::int64_t>(sum);
-  };
-  DeviceReport report;
-  report.kept = total(kept);
-  report.evicted = total(evicted);
-  report.bytes_moved = total(bytes);
-  report.nan_count = total(nan);
-  report.status = __syncthreads_or(over) != 0 ? Status::over_budget : Status::ok;
-  report.released = released;
-  report.spares_needed = spares;
   if (thread == 0) {
-    plan.tile_starts[plan.heads()] = tiles;
     *plan.report = report;
-    control.status = report.status;
-    control.evicting = evicting;
-    control.listed = released;
+    plan.report->refused = plan.sequences;
+    plan.control->status = report.status;
+    plan.control->all = all;
+    plan.control->evicting = 0;
   }
 }
 
-// A block: one table. Its released ids go into the common list; its spare pages are taken from the common ones.
+/// For the whole last block.
+KVTRIM_DEVICE void finish_plan(const CacheView& view,
+                               const DevicePlan& plan,
+                               const FinishInput& input,
+                               FinishShared& shared) {
+  const auto thread = static_cast<std::int32_t>(threadIdx.x);
+  const DevicePlanOptions& options = input.options;
+  bool any = false;
+  for (std::int64_t i = thread; i < plan.all_tables(); i += table_threads) {
+    any = any || plan.table_tiles[i] != 0;  // as it was opened
+  }
+  any = __syncthreads_or(any) != 0;
+  DeviceReport report;
+  Status all = Status::ok;
+  report.refused = refuse_sequences(plan, any, shared, all, report);
+  const auto goes = [&](std::int64_t i) {
+    return plan.table_plans[i].evicts && plan.refusals[i / plan.tables].status == Status::ok;
+  };
+  const std::int32_t each = view.table.v_offset != 0 ? 2 : 1;
+  if (options.out_of_place && all == Status::ok) {
+    std::int32_t spares = 0;
+    for (std::int64_t base = 0; base < plan.all_tables(); base += table_threads) {
+      const std::int64_t i = base + thread;
+      const bool in = i < plan.all_tables() && goes(i);
+      spares += block_sum(in ? plan.table_plans[i].spare_pages * each : 0, shared.counts);
+    }
+    report.spares_needed = spares;
+    bool outside = false;
+    if (spares > (options.spare_count != nullptr ? *options.spare_count : 0)) {
+      all = Status::out_of_pages;
+    } else {
+      for (std::int32_t k = thread; k < spares; k += table_threads) {
+        outside = outside || options.spare_pages[k] < 0 || options.spare_pages[k] >= view.pages;
+      }
+    }
+    if (__syncthreads_or(outside) != 0) { all = Status::page_out_of_range; }
+    if (all != Status::ok && usable(report.status)) { report.status = all; }
+  }
+  if (all != Status::ok) {
+    refuse_all(plan, all, report);
+    return;
+  }
+  // Released ids of all tables, one list; spare pages of each; tiles of the moves that go through lists; and the totals.
+  const std::int64_t heads = plan.heads_a_table();
+  std::int32_t evicting = 0;
+  std::int32_t released = 0;
+  std::int32_t spare = 0;
+  std::int32_t tiles = 0;
+  bool over = false;
+  for (std::int64_t base = 0; base < plan.all_tables(); base += table_threads) {
+    const std::int64_t i = base + thread;
+    const bool in = i < plan.all_tables();
+    TablePlan table;
+    TableTotals totals;
+    bool evicts = false;
+    if (in) {
+      const bool refused = plan.refusals[i / plan.tables].status != Status::ok;
+      if (refused) {
+        plan.table_plans[i] = {};
+      } else {
+        table = plan.table_plans[i];
+      }
+      evicts = table.evicts;
+      if (evicts) { totals = plan.totals[i]; }
+    }
+    std::int32_t here = 0;
+    const std::int32_t first =
+        released + block_sum_before(evicts ? table.released : 0, shared.counts, here);
+    released += here;
+    const std::int32_t first_spare =
+        spare + block_sum_before(evicts ? table.spare_pages * each : 0, shared.counts, here);
+    spare += here;
+    const std::int32_t first_tile = tiles + block_sum_before(totals.tiles, shared.counts, here);
+    tiles += here;
+    if (!in) { continue; }
+    plan.table_tiles[i] = first_tile;
+    over = over || table.status == Status::over_budget;
+    report.kept += table.live_after * heads;
+    if (!evicts) { continue; }
+    ++evicting;
+    report.evicted += (table.live_before - table.live_after) * heads;
+    report.bytes_moved += totals.bytes_moved;
+    report.nan_count += totals.nan_count;
+    plan.list_starts[2 * i] = first;
+    plan.list_starts[2 * i + 1] = first_spare;
+  }
+  evicting = block_sum(evicting, shared.counts);
+  report.kept = total_of(report.kept, shared);
+  report.evicted = total_of(report.evicted, shared);
+  report.bytes_moved = total_of(report.bytes_moved, shared);
+  report.nan_count = total_of(report.nan_count, shared);
+  report.released = released;
+  over = __syncthreads_or(over) != 0;
+  if (report.status == Status::ok && over) { report.status = Status::over_budget; }
+  if (thread == 0) {
+    PlanControl& control = *plan.control;
+    plan.table_tiles[plan.all_tables()] = tiles;
+    *plan.report = report;
+    control.status = report.status;
+    control.evicting = evicting;
+    if (input.goes_on) {
+      control.go = evicting > 0 ? 1 : 0;
+      control.stage = DeviceStage::committed;
+    }
+  }
+}
+
+// A block: one table at a time; the last block finishes the plan.
+struct CloseFinishShared {
+  CloseShared close;
+  FinishShared finish;
+};
+template <class = void>
+__global__ void KVTRIM_LAUNCH_BOUNDS(table_threads, 2)
+    close_kernel(CacheView view, DevicePlan plan, FinishInput input) {
+  KVTRIM_SHARED(CloseFinishShared, shared, );
+  for (std::int64_t i = blockIdx.x; i < plan.all_tables(); i += gridDim.x) {
+    const ClosingTable at = closing_table(view, plan, i, input.close, shared.close);
+    TablePlan table = plan.table_plans[i];
+    __syncthreads();  // all threads have read what thread 0 writes below
+    if (!table.evicts || failed_before(plan, at.s, phase_close)) { continue; }
+    close_table(at, agrees_with_other_tables(at, table), table);
+  }
+  if (last_block(&plan.control->arrived, &shared.finish.last)) {
+    finish_plan(view, plan, input, shared.finish);
+  }
+}
+
+// A block: one table. Its released ids go into the common list.
+KVTRIM_DEVICE void list_released(const DevicePlan& plan, std::int64_t i, const TablePlan& table) {
+  const std::int32_t* const list = plan.released_rows + 2 * std::int64_t{plan.first_entry(i)};
+  std::int32_t* const released = plan.released + plan.list_starts[2 * i];
+  for (auto k = static_cast<std::int32_t>(threadIdx.x); k < table.released; k += table_threads) {
+    released[k] = list[k];
+  }
+}
+// Its spare pages are taken from the common ones.
+KVTRIM_DEVICE void take_spares(const CacheView& view,
+                               const DevicePlan& plan,
+                               std::int64_t i,
+                               const TablePlan& table,
+                               const std::int32_t* spare_pages) {
+  const std::int32_t each = view.table.v_offset != 0 ? 2 : 1;
+  const std::int32_t* const spares = spare_pages + plan.list_starts[2 * i + 1];
+  std::int32_t* const k_pages = plan.pages_of(i) + table.first_row / view.page_size;
+  for (auto k = static_cast<std::int32_t>(threadIdx.x); k < table.spare_pages; k += table_threads) {
+    k_pages[k] = spares[k * each];
+    k_pages[plan.entries + k] = spares[k * each + each - 1];
+  }
+}
+
+// A block: one table.
 template <class = void>
 __global__ void KVTRIM_LAUNCH_BOUNDS(table_threads)
-    lists_kernel(CacheView view, DevicePlan plan, DevicePlanOptions options) {
-  const std::int32_t each = view.table.v_offset != 0 ? 2 : 1;
-  const auto thread = static_cast<std::int32_t>(threadIdx.x);
+    lists_kernel(CacheView view, DevicePlan plan, const std::int32_t* spare_pages) {
   for (std::int64_t i = blockIdx.x; i < plan.all_tables(); i += gridDim.x) {
     const TablePlan table = plan.table_plans[i];
     if (!table.evicts) { continue; }
-    const std::int32_t* const list = plan.released_rows + 2 * plan.first_entry(i);
-    std::int32_t* const released = plan.released + plan.list_starts[2 * i];
-    for (std::int32_t k = thread; k < table.released; k += table_threads) { released[k] = list[k]; }
-    const std::int32_t* const spares = options.spare_pages + plan.list_starts[2 * i + 1];
-    std::int32_t* const k_pages = plan.pages_of(i) + table.first_row / view.page_size;
-    for (std::int32_t k = thread; k < table.spare_pages; k += table_threads) {
-      k_pages[k] = spares[k * each];
-      k_pages[plan.entries + k] = spares[k * each + each - 1];
-    }
+    list_released(plan, i, table);
+    take_spares(view, plan, i, table, spare_pages);
   }
 }
 

@@ -72,14 +72,6 @@ namespace kvtrim::cuda::detail {
   return sequence_planes_fit(view);
 }
 
-/// Whether there are layer bases or planes that only the device can see.
-[[nodiscard]] inline bool has_device_layout(const CacheView& view) noexcept {
-  return view.k.layer_bases != nullptr || view.v.layer_bases != nullptr ||
-         view.unrotated_keys.layer_bases != nullptr || view.page_plane_count > 0;
-}
-
-inline constexpr int layout_threads = 256;
-
 /// Bytes that a layer's base must be a multiple of, of keys, values and un-rotated keys: each plane's own unit.
 struct BaseUnits {
   std::int32_t of[kvtrim::detail::first_page_plane];
@@ -98,102 +90,90 @@ struct LayoutShared {
   kvtrim::detail::Region at[2];
 };
 
-// A thread: one of `more_planes`, beside the sequence planes before it.
-template <class = void>
-__global__ void KVTRIM_LAUNCH_BOUNDS(layout_threads)
-    more_planes_kernel(CacheView view, DevicePlan plan) {
-  namespace cache = kvtrim::detail;
-  KVTRIM_SHARED(LayoutShared, shared, );
-  for (std::int32_t k = static_cast<std::int32_t>(blockIdx.x); k < view.more_plane_count;
-       k += static_cast<std::int32_t>(gridDim.x)) {
-    const SequencePlane p = view.more_planes[k];
-    if (!p) { continue; }
-    cache::fill(shared.at[0], view, p);
-    bool bad = p.element_bytes < 1 || shared.at[0].overlap() >= 0;
-    for (int q = 0; q < 4 + k && !bad; ++q) {
-      const SequencePlane other = sequence_plane(view, q);
-      if (!other) { continue; }
-      cache::fill(shared.at[1], view, other);
-      bad = !cache::apart(
-          shared.at[1], shared.at[0], cache::address_of(p.base) - cache::address_of(other.base));
-    }
-    if (bad) { note_fault(plan.control, phase_length, 0, Status::bad_observation); }
-  }
+/// How many of such checks there are.
+KVTRIM_HOST_DEVICE constexpr std::int32_t device_layout_checks(const CacheView& view) noexcept {
+  const bool any = view.k.layer_bases != nullptr || view.v.layer_bases != nullptr ||
+                   view.unrotated_keys.layer_bases != nullptr || view.page_plane_count > 0;
+  const std::int32_t parts = kvtrim::detail::parts_of(view);
+  return (any ? parts * parts : 0) + view.more_plane_count;
 }
 
-// A block: two of the planes in pages, or one of them beside itself.
-template <class = void>
-__global__ void KVTRIM_LAUNCH_BOUNDS(layout_threads)
-    layout_kernel(CacheView view, DevicePlan plan, BaseUnits units) {
+/// Whether one of `more_planes` is bad by itself, or beside the sequence planes before it. One thread.
+KVTRIM_DEVICE bool bad_more_plane(const CacheView& view, std::int32_t k, LayoutShared& shared) {
   namespace cache = kvtrim::detail;
-  KVTRIM_SHARED(LayoutShared, shared, );
-  const std::int32_t parts = cache::parts_of(view);
-  const std::int32_t pairs = parts * parts;
-  for (std::int32_t c = static_cast<std::int32_t>(blockIdx.x); c < pairs;
+  const SequencePlane p = view.more_planes[k];
+  if (!p) { return false; }
+  cache::fill(shared.at[0], view, p);
+  bool bad = p.element_bytes < 1 || shared.at[0].overlap() >= 0;
+  for (int q = 0; q < 4 + k && !bad; ++q) {
+    const SequencePlane other = sequence_plane(view, q);
+    if (!other) { continue; }
+    cache::fill(shared.at[1], view, other);
+    bad = !cache::apart(
+        shared.at[1], shared.at[0], cache::address_of(p.base) - cache::address_of(other.base));
+  }
+  return bad;
+}
+
+/// Whether two of the planes in pages, or one of them beside itself, are bad, as far as this thread of the block finds.
+template <int Threads>
+KVTRIM_DEVICE bool bad_planes(const CacheView& view,
+                              std::int32_t i,
+                              std::int32_t j,
+                              const BaseUnits& units,
+                              LayoutShared& shared) {
+  namespace cache = kvtrim::detail;
+  if (threadIdx.x < 2) { cache::fill_part(shared.at[threadIdx.x], view, threadIdx.x == 0 ? i : j); }
+  __syncthreads();
+  bool bad = false;
+  if (i == j && i >= cache::first_page_plane) {
+    const PagePlane p = view.page_planes[i - cache::first_page_plane];
+    bad = p.base == nullptr || p.row_bytes < 1 || shared.at[0].overlap() >= 0 ||
+          !cache::has_sound_entries(view, p) ||
+          (!p.constant() && !cache::follows_pools(view, p.layer_stride != 0, p.head_stride != 0));
+  }
+  const std::int32_t n = cache::bases_of(view, i);
+  // Not by index: a parameter that is indexed would be copied to local memory.
+  const std::int32_t unit = i == 0 ? units.of[0] : i == 1 ? units.of[1] : units.of[2];
+  for (std::int32_t x = static_cast<std::int32_t>(threadIdx.x);
+       i == j && i < cache::first_page_plane && x < n;
+       x += Threads) {
+    bad = bad || cache::base_of(view, i, x) % unit != 0;
+  }
+  const std::int32_t m = cache::share_pages(view, i, j) ? cache::bases_of(view, j) : 0;
+  for (std::int32_t x = static_cast<std::int32_t>(threadIdx.x); x < n * m && !bad; x += Threads) {
+    const std::int32_t l = x / m;
+    const std::int32_t k = x % m;
+    // With bases of their own, the movers take values for a plane of its own.
+    const bool contained =
+        view.k.layer_bases == view.v.layer_bases && cache::is_contained(view, i, l, j, k);
+    if ((i == j && k <= l) || contained) { continue; }
+    bad = !cache::apart(
+        shared.at[0], shared.at[1], cache::base_of(view, j, k) - cache::base_of(view, i, l));
+  }
+  __syncthreads();
+  return bad;
+}
+
+/// Whether one of the block's share of the checks of what only the device can see fails; all threads get the answer.
+template <int Threads>
+KVTRIM_DEVICE bool bad_device_layout(const CacheView& view,
+                                     const BaseUnits& units,
+                                     LayoutShared& shared) {
+  const std::int32_t checks = device_layout_checks(view);
+  const std::int32_t parts = kvtrim::detail::parts_of(view);
+  bool bad = false;
+  for (std::int32_t c = static_cast<std::int32_t>(blockIdx.x); c < checks;
        c += static_cast<std::int32_t>(gridDim.x)) {
-    const std::int32_t i = c / parts;
-    const std::int32_t j = c % parts;
-    if (j < i) { continue; }
-    if (threadIdx.x < 2) {
-      cache::fill_part(shared.at[threadIdx.x], view, threadIdx.x == 0 ? i : j);
+    const std::int32_t k = c - (checks - view.more_plane_count);
+    if (k >= 0) {
+      if (threadIdx.x == 0) { bad = bad_more_plane(view, k, shared) || bad; }
+      __syncthreads();
+    } else if (c % parts >= c / parts) {
+      bad = bad_planes<Threads>(view, c / parts, c % parts, units, shared) || bad;
     }
-    __syncthreads();
-    bool bad = false;
-    if (i == j && i >= cache::first_page_plane) {
-      const PagePlane p = view.page_planes[i - cache::first_page_plane];
-      bad = p.base == nullptr || p.row_bytes < 1 || shared.at[0].overlap() >= 0 ||
-            !cache::has_sound_entries(view, p) ||
-            (!p.constant() && !cache::follows_pools(view, p.layer_stride != 0, p.head_stride != 0));
-    }
-    const std::int32_t n = cache::bases_of(view, i);
-    // Not by index: a parameter that is indexed would be copied to local memory.
-    const std::int32_t unit = i == 0 ? units.of[0] : i == 1 ? units.of[1] : units.of[2];
-    for (std::int32_t x = static_cast<std::int32_t>(threadIdx.x);
-         i == j && i < cache::first_page_plane && x < n;
-         x += layout_threads) {
-      bad = bad || cache::base_of(view, i, x) % unit != 0;
-    }
-    const std::int32_t m = cache::share_pages(view, i, j) ? cache::bases_of(view, j) : 0;
-    for (std::int32_t x = static_cast<std::int32_t>(threadIdx.x); x < n * m && !bad;
-         x += layout_threads) {
-      const std::int32_t l = x / m;
-      const std::int32_t k = x % m;
-      // With bases of their own, the movers take values for a plane of its own.
-      const bool contained =
-          view.k.layer_bases == view.v.layer_bases && cache::is_contained(view, i, l, j, k);
-      if ((i == j && k <= l) || contained) { continue; }
-      bad = !cache::apart(
-          shared.at[0], shared.at[1], cache::base_of(view, j, k) - cache::base_of(view, i, l));
-    }
-    if (bad) { note_fault(plan.control, phase_length, 0, Status::bad_observation); }
-    __syncthreads();
   }
-}
-
-/// Queues what only the device can check.
-[[nodiscard]] inline cudaError_t check_device_layout(const CacheView& view,
-                                                     const DevicePlan& plan,
-                                                     cudaStream_t stream) noexcept {
-  if (has_device_layout(view)) {
-    const std::int64_t parts = kvtrim::detail::parts_of(view);
-    const cudaError_t e = launch(layout_kernel<>,
-                                 dim3(bounded_grid(parts * parts)),
-                                 dim3(layout_threads),
-                                 0,
-                                 stream,
-                                 view,
-                                 plan,
-                                 base_units(view));
-    if (e != cudaSuccess) { return e; }
-  }
-  if (view.more_plane_count == 0) { return cudaSuccess; }
-  return launch(more_planes_kernel<>,
-                dim3(bounded_grid(view.more_plane_count)),
-                dim3(1),
-                0,
-                stream,
-                view,
-                plan);
+  return __syncthreads_or(bad) != 0;
 }
 
 }  // namespace kvtrim::cuda::detail

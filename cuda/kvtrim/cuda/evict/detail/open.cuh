@@ -1,12 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// What each table is to do, as far as it does not depend on which rows are best: the host's `stage::open`.
+// What each table is to do, as far as it does not depend on which rows are best: the host's `stage::open`. Where pages leave
+// by position there is nothing to score or to choose: the same launch closes the tables and finishes the plan.
 
 #include <kvtrim/cache/cache_view.hpp>
 #include <kvtrim/cache/check_tables.hpp>
 #include <kvtrim/core/removal.hpp>
+#include <kvtrim/cuda/detail/block_scan.cuh>
 #include <kvtrim/cuda/detail/device.hpp>
+#include <kvtrim/cuda/evict/detail/check.cuh>
+#include <kvtrim/cuda/evict/detail/close.cuh>
+#include <kvtrim/cuda/evict/detail/finish.cuh>
 #include <kvtrim/cuda/evict/device_plan.cuh>
 #include <kvtrim/policy/policy.hpp>
 #include <kvtrim/select/protection.hpp>
@@ -84,72 +89,150 @@ KVTRIM_DEVICE Status choose_removal(const CacheView& view,
   return status;
 }
 
-// A thread: one KV head; the first one of a table opens the table too.
+/// What is to be chosen in one KV head. `list`: where its rows are listed.
 template <Policy P>
-__global__ void open_kernel(P policy, CacheView view, DevicePlan plan, OpenInput input) {
-  const std::int64_t first = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  const std::int64_t step = static_cast<std::int64_t>(gridDim.x) * blockDim.x;
-  for (std::int64_t i = first; i < plan.heads(); i += step) {
-    const HeadPlace at = plan.head_at(i);
-    const auto [s, l, h] = at;
-    const std::int32_t t = view.table_of(l, h);
-    const std::int64_t index = plan.table_index(s, t);
-    const LayerId l0 = view.first_layer(t);
-    const HeadId h0 = view.first_head(t);
-    const bool leads = l == l0 && h == h0;
+KVTRIM_DEVICE SelectTask task_of(const P& policy,
+                                 const CacheView& view,
+                                 const OpenInput& input,
+                                 SequenceId s,
+                                 LayerId l,
+                                 HeadId h,
+                                 std::int64_t list) {
+  const SequenceState state = view.state(s, l, h);
+  const std::int32_t live = view.live_rows(s, l, h);
+  const Demand demand = demand_of(policy, view, input, s, l, h);
+  const CandidateRange range = candidates(demand.protection, live);
+  const bool evicts = demand.keep < live;
+  SelectTask task;
+  task.extent = live + (state.append_row >= 0 ? 1 : 0);
+  task.begin = range.begin;
+  task.end = range.end;
+  task.keep = demand.keep;
+  task.hole = state.append_row;
+  task.next_position = state.next_position;
+  task.ordered = state.ordered || !view.positions ? 1 : 0;
+  task.active = !evicts || (input.by_position && input.removal == Removal::drop_pages) ? 0 : 1;
+  task.list = list;
+  return task;
+}
+
+struct OpenShared {
+  BlockScan<table_threads, unsigned long long> sums;
+};
+
+/// Why the plan is refused as a whole, and how many entries are before those of this block; all threads get the answer.
+struct OpenBlock {
+  Status all = Status::ok;
+  std::int64_t entries = 0;
+};
+KVTRIM_DEVICE OpenBlock open_block(const DevicePlan& plan,
+                                   const OpenInput& input,
+                                   OpenShared& shared) {
+  unsigned long long before = 0;
+  unsigned long long all = 0;
+  bool bad = false;
+  bool large = false;
+  for (unsigned b = threadIdx.x; b < gridDim.x; b += table_threads) {
+    const CheckNote note = plan.notes[b];
+    all += static_cast<unsigned long long>(note.entries);
+    before += b < blockIdx.x ? static_cast<unsigned long long>(note.entries) : 0;
+    bad = bad || note.bad_planes != 0;
+    large = large || note.too_long != 0;
+  }
+  OpenBlock block;
+  block.entries = static_cast<std::int64_t>(block_sum(before, shared.sums));
+  all = block_sum(all, shared.sums);
+  large = __syncthreads_or(large) != 0 || all > static_cast<unsigned long long>(plan.entries);
+  bad = __syncthreads_or(bad) != 0;
+  if (input.refused != Status::ok) { block.all = input.refused; }
+  if (large) { block.all = Status::workspace_too_small; }
+  if (bad) { block.all = Status::bad_observation; }
+  if (threadIdx.x == 0 && blockIdx.x == 0 && block.all != Status::ok) {
+    note_fault_of_all(plan, phase_length, block.all);
+  }
+  if (threadIdx.x == 0 && blockIdx.x == gridDim.x - 1) {
+    plan.entry_starts[plan.all_tables()] = large ? 0 : static_cast<std::int32_t>(all);
+  }
+  if (large) { block.entries = -1; }
+  return block;
+}
+
+/// Opens a table and its heads; whether it evicts and nothing is wrong with its sequence so far. For a whole block.
+///
+/// \param first    where its entries begin
+/// \param entries  how many it has
+template <Policy P>
+KVTRIM_DEVICE bool open_table(const P& policy,
+                              const OpenInput& input,
+                              const CheckedTable& at,
+                              const DevicePlan& plan,
+                              Status all,
+                              std::int64_t first,
+                              std::int32_t entries,
+                              TablePlan& table) {
+  const CacheView& view = at.view;
+  const auto thread = static_cast<std::int32_t>(threadIdx.x);
+  const std::int32_t check = plan.checks[at.index];
+  const Status length = checked_length(check);
+  const Status ids = checked_entries(check);
+  if (thread == 0 && length != Status::ok) { note_fault(plan, phase_length, at.s, at.t, length); }
+  if (thread == 0 && ids != Status::ok) { note_fault(plan, phase_entries, at.s, at.t, ids); }
+  // The sequence's other tables: what belongs to several of them is not looked at if one cannot be.
+  bool sound = all == Status::ok;
+  for (std::int32_t t = thread; t < plan.tables; t += table_threads) {
+    sound = sound && plan.checks[plan.table_index(at.s, t)] == 0;
+  }
+  sound = __syncthreads_and(sound) != 0;
+  const bool readable = all == Status::ok && length == Status::ok;  // so that a demand can be made
+  if (readable) { find_page_twice(at, plan); }
+  const std::int32_t heads = plan.heads_a_table();
+  const std::int32_t heads_a_layer = view.heads_per_table();
+  const Demand demand = readable ? demand_of(policy, view, input, at.s, at.l, at.h) : Demand{};
+  const std::int32_t live = readable ? view.live_rows(at.s, at.l, at.h) : 0;
+  const bool evicts = demand.keep < live;
+  bool bad_budget = false;
+  bool unequal = false;
+  for (std::int32_t k = thread; k < heads; k += table_threads) {
+    const std::int64_t i = at.index * heads + k;
+    const LayerId l{raw(at.l) + k / heads_a_layer};
+    const HeadId h{raw(at.h) + k % heads_a_layer};
     plan.head_plans[i] = {};
-    plan.tasks[i] = {};
-    if (failed_before(plan.control, phase_open)) {  // the lengths cannot be trusted
-      if (leads) {
-        plan.table_plans[index] = {};
-        plan.active[index] = 0;
+    plan.nan_counts[i] = 0;
+    SelectTask task{};
+    if (readable) {
+      const std::int64_t list = (first * heads + static_cast<std::int64_t>(k) * entries);
+      task = task_of(policy, view, input, at.s, l, h, list * plan.page_size);
+      // A demand depends on the layer; on the head, by its budget alone.
+      if (input.budgets != nullptr || k % heads_a_layer == 0) {
+        bad_budget = bad_budget || input.budget(at.s, l, h) < -1;
+        unequal = unequal || (task.keep < live ? task.keep : live) != (evicts ? demand.keep : live);
       }
-      continue;
+      if (!sound) { task.active = 0; }
     }
-    const SequenceState state = view.state(s, l, h);
-    const std::int32_t live = view.live_rows(s, l, h);
-    const Demand demand = demand_of(policy, view, input, s, l, h);
-    const bool evicts = demand.keep < live;
-    const CandidateRange range = candidates(demand.protection, live);
-    SelectTask task;
-    task.extent = live + (state.append_row >= 0 ? 1 : 0);
-    task.begin = range.begin;
-    task.end = range.end;
-    task.keep = demand.keep;
-    task.hole = state.append_row;
-    task.next_position = state.next_position;
-    task.ordered = state.ordered || !view.positions ? 1 : 0;
-    task.active = !evicts || (input.by_position && input.removal == Removal::drop_pages) ? 0 : 1;
-    task.list = plan.first_of(i) * plan.page_size;
     plan.tasks[i] = task;
-    if (!leads) { continue; }
-    TablePlan table;
+  }
+  bad_budget = __syncthreads_or(bad_budget) != 0;
+  unequal = __syncthreads_or(unequal) != 0;
+  table = {};
+  Status status = Status::ok;
+  if (readable) {
+    const SequenceState state = view.state(at.s, at.l, at.h);
+    const CandidateRange range = candidates(demand.protection, live);
     table.live_before = table.live_after = live;
-    table.extent_before = task.extent;
-    table.first_row = view.first_row(s);
+    table.extent_before = live + (state.append_row >= 0 ? 1 : 0);
+    table.first_row = view.first_row(at.s);
     table.append_row = state.append_row;
     table.ordered_after = state.ordered;
     table.pages_before = table.pages_after =
         live == 0 ? 0 : pages_for(table.extent_before + table.first_row, view.page_size);
-    table.reserved_before = table.reserved_after = view.reserved(s, t);
+    table.reserved_before = table.reserved_after = view.reserved(at.s, at.t);
     table.status = demand.status;
     table.evicts = evicts;
     table.removal = input.removal;
-    table.positions_known = view.knows_positions(s, t);
-    // A demand depends on the layer; on the head, by its budget alone.
-    Status status = usable(demand.status) ? Status::ok : demand.status;
-    const std::int32_t heads = input.budgets == nullptr ? 1 : view.heads_per_table();
-    for (std::int32_t dl = 0; dl < view.layers_per_table(); ++dl) {
-      for (std::int32_t dh = 0; dh < heads; ++dh) {
-        const LayerId layer{raw(l0) + dl};
-        const HeadId head{raw(h0) + dh};
-        if (input.budget(s, layer, head) < -1) { status = Status::bad_observation; }
-        const std::int32_t theirs = demand_of(policy, view, input, s, layer, head).keep;
-        if ((theirs < live ? theirs : live) != (evicts ? demand.keep : live)) {
-          status = Status::unequal_budget;
-        }
-      }
-    }
+    table.positions_known = view.knows_positions(at.s, at.t);
+    status = usable(demand.status) ? Status::ok : demand.status;
+    if (bad_budget) { status = Status::bad_observation; }
+    if (unequal) { status = Status::unequal_budget; }
     if (evicts) {
       if (input.reads_positions && !table.positions_known) { status = Status::bad_observation; }
       const Status chosen = choose_removal(view, input, state, demand.keep, table);
@@ -157,12 +240,96 @@ __global__ void open_kernel(P policy, CacheView view, DevicePlan plan, OpenInput
       // Rank of the row that left the window, for `overwrite_slot`.
       table.shared_kept = demand.window;
     }
-    if (input.refused != Status::ok) { status = input.refused; }
-    plan.table_plans[index] = table;
     // If every competing row goes, no scores are needed.
-    const bool sound = plan.control->faults[phase_entries] == no_fault;
-    plan.active[index] = sound && evicts && demand.keep > live - range.count() ? 1 : 0;
-    if (status != Status::ok) { note_fault(plan.control, phase_open, index, status); }
+    if (thread == 0) {
+      plan.active[at.index] = sound && evicts && demand.keep > live - range.count() ? 1 : 0;
+    }
+  } else if (thread == 0) {
+    plan.active[at.index] = 0;
+  }
+  if (thread == 0) {
+    plan.table_plans[at.index] = table;
+    plan.table_tiles[at.index] = evicts ? 1 : 0;  // what `finish_plan` asks
+    if (status != Status::ok) { note_fault(plan, phase_open, at.s, at.t, status); }
+  }
+  return sound && evicts && status == Status::ok;
+}
+
+// A block: some neighbouring tables, the same as in the launch before.
+template <Policy P>
+__global__ void KVTRIM_LAUNCH_BOUNDS(table_threads, 2)
+    open_kernel(P policy, CacheView view, DevicePlan plan, OpenInput input) {
+  KVTRIM_SHARED(OpenShared, shared, );
+  OpenBlock block = open_block(plan, input, shared);
+  const TableRange range = tables_of_block(plan);
+  for (std::int64_t i = range.first; i < range.last; ++i) {
+    const std::int32_t entries = plan.entry_starts[i];
+    __syncthreads();  // all threads have read what thread 0 writes
+    if (threadIdx.x == 0) {
+      plan.entry_starts[i] = block.entries < 0 ? 0 : static_cast<std::int32_t>(block.entries);
+    }
+    const CheckedTable at(view, plan, i);
+    TablePlan table;
+    open_table(policy, input, at, plan, block.all, block.entries, entries, table);
+    if (block.entries >= 0) { block.entries += entries; }
+  }
+}
+
+struct OpenCloseShared {
+  OpenShared open;
+  CloseShared close;
+  FinishShared finish;
+};
+
+/// Whether the tables of a sequence that share sequence planes give up the same pages by position.
+template <Policy P>
+KVTRIM_DEVICE bool agrees_by_position(const P& policy,
+                                      const OpenInput& input,
+                                      const CheckedTable& at,
+                                      const DevicePlan& plan) {
+  const CacheView& view = at.view;
+  const SharedPlanes common = shared_planes(view);
+  if (!common.heads && !common.layers) { return true; }
+  const std::int32_t heads = plan.heads_a_table();
+  const std::int32_t heads_a_layer = view.heads_per_table();
+  bool agree = true;
+  for (auto k = static_cast<std::int32_t>(threadIdx.x); k < heads; k += table_threads) {
+    const LayerId l{raw(at.l) + k / heads_a_layer};
+    const HeadId h{raw(at.h) + k % heads_a_layer};
+    const LayerId l0 = common.layers ? LayerId{0} : l;
+    const HeadId h0 = common.heads ? HeadId{0} : h;
+    const SelectTask x = task_of(policy, view, input, at.s, l, h, 0);
+    const SelectTask y = task_of(policy, view, input, at.s, l0, h0, 0);
+    agree = agree && x.extent == y.extent && x.keep == y.keep;
+  }
+  return __syncthreads_and(agree) != 0;
+}
+
+// The same, and the rest of the plan: where pages leave by position, rows are neither scored nor chosen.
+template <Policy P>
+__global__ void KVTRIM_LAUNCH_BOUNDS(table_threads, 2) open_and_close_kernel(
+    P policy, CacheView view, DevicePlan plan, OpenInput input, FinishInput finishing) {
+  KVTRIM_SHARED(OpenCloseShared, shared, );
+  OpenBlock block = open_block(plan, input, shared.open);
+  const TableRange range = tables_of_block(plan);
+  for (std::int64_t i = range.first; i < range.last; ++i) {
+    const std::int32_t entries = plan.entry_starts[i];
+    __syncthreads();  // all threads have read what thread 0 writes
+    if (threadIdx.x == 0) {
+      plan.entry_starts[i] = block.entries < 0 ? 0 : static_cast<std::int32_t>(block.entries);
+    }
+    const CheckedTable at(view, plan, i);
+    TablePlan table;
+    const bool closes =
+        open_table(policy, input, at, plan, block.all, block.entries, entries, table);
+    if (block.entries >= 0) { block.entries += entries; }
+    __syncthreads();
+    if (!closes) { continue; }
+    const bool agrees = agrees_by_position(policy, input, at, plan);
+    close_table(closing_table(view, plan, i, finishing.close, shared.close), agrees, table);
+  }
+  if (last_block(&plan.control->arrived, &shared.finish.last)) {
+    finish_plan(view, plan, finishing, shared.finish);
   }
 }
 

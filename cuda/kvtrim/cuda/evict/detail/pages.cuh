@@ -93,13 +93,13 @@ template <class = void>
 __global__ void KVTRIM_LAUNCH_BOUNDS(select_threads) page_scores_kernel(
     CacheView view, RowScores rows, DevicePlan plan, PageScoreParams params, PageChoice choice) {
   KVTRIM_SHARED(PageScoreShared, shared, );
-  if (failed_before(plan.control, phase_select)) { return; }
   const auto thread = static_cast<std::int32_t>(threadIdx.x);
   constexpr std::uint32_t infinite = 0xFF80'0000U;  // key of +inf
   for (std::int64_t i = blockIdx.x; i < plan.heads(); i += gridDim.x) {
     const SelectTask task = plan.tasks[i];
     if (task.active == 0) { continue; }
     const auto [s, l, h] = plan.head_at(i);
+    if (failed_before(plan, s, phase_select)) { continue; }
     const SelectItem at{s, l, h};
     const PageSpan span{task.extent, view.first_row(s), view.page_size};
     if (thread == 0) {
@@ -156,10 +156,10 @@ template <class = void>
 __global__ void KVTRIM_LAUNCH_BOUNDS(select_threads, 2)
     choose_pages_kernel(CacheView view, DevicePlan plan, PageUnit unit, PageChoice choice) {
   KVTRIM_SHARED(ChooseShared, shared, );
-  if (failed_before(plan.control, phase_select)) { return; }
   const auto thread = static_cast<std::int32_t>(threadIdx.x);
   for (std::int64_t i = blockIdx.x; i < plan.all_tables(); i += gridDim.x) {
     const SequenceId s{static_cast<std::int32_t>(i / plan.tables)};
+    if (failed_before(plan, s, phase_select)) { continue; }
     const auto t = static_cast<std::int32_t>(i % plan.tables);
     const std::int32_t u = unit_of(unit, view, t);
     if (t > 0 && unit_of(unit, view, t - 1) == u) { continue; }  // not the first of its unit
@@ -178,7 +178,7 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(select_threads, 2)
                 its.keep != task.keep;
     }
     if (__syncthreads_or(unequal) != 0) {
-      if (thread == 0) { note_fault(plan.control, phase_select, i, Status::unequal_budget); }
+      if (thread == 0) { note_fault(plan, phase_select, s, t, Status::unequal_budget); }
       continue;
     }
     if (!first.evicts) { continue; }
