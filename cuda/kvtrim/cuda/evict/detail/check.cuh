@@ -34,7 +34,7 @@ KVTRIM_DEVICE int pool_of(const CacheView& view, int t) {
 
 // Grid over the words.
 template <class = void>
-__global__ void clear_kernel(DevicePlan plan) {
+__global__ void KVTRIM_LAUNCH_BOUNDS(table_threads) clear_kernel(DevicePlan plan) {
   const std::int64_t first = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   const std::int64_t step = static_cast<std::int64_t>(gridDim.x) * blockDim.x;
   for (std::int64_t i = first; i < plan.tables * plan.seen_words; i += step) { plan.seen[i] = 0; }

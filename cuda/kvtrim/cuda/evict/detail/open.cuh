@@ -7,6 +7,7 @@
 #include <kvtrim/cache/check_tables.hpp>
 #include <kvtrim/core/removal.hpp>
 #include <kvtrim/cuda/detail/device.hpp>
+#include <kvtrim/cuda/evict/detail/check.cuh>
 #include <kvtrim/cuda/evict/device_plan.cuh>
 #include <kvtrim/policy/policy.hpp>
 #include <kvtrim/select/protection.hpp>
@@ -86,7 +87,8 @@ KVTRIM_DEVICE Status choose_removal(const CacheView& view,
 
 // A thread: one KV head; the first one of a table opens the table too.
 template <Policy P>
-__global__ void open_kernel(P policy, CacheView view, DevicePlan plan, OpenInput input) {
+__global__ void KVTRIM_LAUNCH_BOUNDS(table_threads, 1)
+    open_kernel(P policy, CacheView view, DevicePlan plan, OpenInput input) {
   const std::int64_t first = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   const std::int64_t step = static_cast<std::int64_t>(gridDim.x) * blockDim.x;
   for (std::int64_t i = first; i < plan.heads(); i += step) {
