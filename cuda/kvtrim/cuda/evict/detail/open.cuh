@@ -122,7 +122,11 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(table_threads, 1)
     task.next_position = state.next_position;
     task.ordered = state.ordered || !view.positions ? 1 : 0;
     task.active = !evicts || (input.by_position && input.removal == Removal::drop_pages) ? 0 : 1;
-    task.list = plan.first_of(i) * plan.page_size;
+    task.list = plan.list_of(i);
+    task.scores = plan.first_of(i) * plan.page_size;
+    const bool too_many = task.active != 0 && !input.by_page && plan.max_evicted > 0 &&
+                          task.extent - task.keep > plan.max_evicted;
+    if (too_many) { task.active = 0; }
     plan.tasks[i] = task;
     if (!leads) { continue; }
     TablePlan table;
@@ -160,6 +164,7 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(table_threads, 1)
       table.shared_kept = demand.window;
     }
     if (input.refused != Status::ok) { status = input.refused; }
+    if (too_many && status == Status::ok) { status = Status::workspace_too_small; }
     plan.table_plans[index] = table;
     // If every competing row goes, no scores are needed.
     const bool sound = plan.control->faults[phase_entries] == no_fault;
