@@ -1,14 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
-// Times of the kernels on a device, compared with what the device can do: a copy measured in the same run, a naive gather,
-// and CUB's segmented sort. Medians of 50 graph replays over data that rotates through at least 512 MiB, so that no figure
-// comes from the second-level cache. Writes JSON to stdout; exit code 77 without a device.
+// Times of the kernels on a device, each beside what the device can do at best, measured in the same run: a copy, a read of the
+// keys, a graph of as many empty kernels; and beside CUB's segmented sort. Medians of 50 graph replays over data that rotates
+// through at least 512 MiB, so that no figure comes from the second-level cache. Caches have what a real one has: positions,
+// states, counts of owners, accumulated scores. Writes JSON to stdout and a table to stderr; exit code 77 without a device.
 
 #include <kvtrim/cuda/evict/apply.cuh>
+#include <kvtrim/cuda/evict/commit.cuh>
 #include <kvtrim/cuda/evict/plan.cuh>
+#include <kvtrim/cuda/evict/prepare.cuh>
+#include <kvtrim/cuda/evict/window_scorer.cuh>
 #include <kvtrim/cuda/score/window.cuh>
 #include <kvtrim/cuda/select/top_k.cuh>
 #include <kvtrim/policy/external.hpp>
+#include <kvtrim/policy/heavy_hitter.hpp>
 #include <kvtrim/policy/policy.hpp>
+#include <kvtrim/policy/snapkv_selector.hpp>
+
+#include "../../examples/cuda_free_pages.cuh"
 
 #include <cub/device/device_segmented_radix_sort.cuh>
 
@@ -60,9 +68,29 @@ class Buffer {
   std::size_t count_ = 0;
 };
 
-/// Median microseconds of one replay of what `queue(stream, i)` queues; `i` counts through the rotated copies.
+/// What `queue(stream)` queues, as a graph that can be launched; `nodes`: how many kernels and copies it has.
 template <class Queue>
-double median_microseconds(int copies, Queue queue) {
+cudaGraphExec_t captured(cudaStream_t stream, std::size_t& nodes, Queue queue) {
+  cudaGraph_t graph = nullptr;
+  cudaGraphExec_t exec = nullptr;
+  must(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capture");
+  queue(stream);
+  must(cudaStreamEndCapture(stream, &graph), "capture");
+  must(cudaGraphGetNodes(graph, nullptr, &nodes), "nodes");
+  must(cudaGraphInstantiate(&exec, graph, 0), "instantiate");
+  must(cudaGraphDestroy(graph), "destroy");
+  return exec;
+}
+
+struct Timed {
+  double first;   // microseconds of the first launch
+  double median;  // of the replays
+  std::size_t nodes;
+};
+
+/// Microseconds of what `queue(stream, i)` queues, captured; `i` counts through the rotated copies.
+template <class Queue>
+Timed timed(int copies, Queue queue) {
   cudaStream_t stream = nullptr;
   cudaEvent_t begin = nullptr;
   cudaEvent_t end = nullptr;
@@ -70,15 +98,9 @@ double median_microseconds(int copies, Queue queue) {
   must(cudaEventCreate(&begin), "event");
   must(cudaEventCreate(&end), "event");
   std::vector<cudaGraphExec_t> graphs;
+  Timed result{};
   for (int i = 0; i < copies; ++i) {
-    cudaGraph_t graph = nullptr;
-    cudaGraphExec_t exec = nullptr;
-    must(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capture");
-    queue(stream, i);
-    must(cudaStreamEndCapture(stream, &graph), "capture");
-    must(cudaGraphInstantiate(&exec, graph, 0), "instantiate");
-    must(cudaGraphDestroy(graph), "destroy");
-    graphs.push_back(exec);
+    graphs.push_back(captured(stream, result.nodes, [&](cudaStream_t on) { queue(on, i); }));
   }
   std::vector<double> times;
   for (int i = -5; i < replays; ++i) {
@@ -88,48 +110,97 @@ double median_microseconds(int copies, Queue queue) {
     must(cudaEventSynchronize(end), "synchronize");
     float milliseconds = 0;
     must(cudaEventElapsedTime(&milliseconds, begin, end), "elapsed");
-    if (i >= 0) { times.push_back(static_cast<double>(milliseconds) * 1000); }
+    const double microseconds = static_cast<double>(milliseconds) * 1000;
+    if (i == -5) { result.first = microseconds; }
+    if (i >= 0) { times.push_back(microseconds); }
   }
   for (const cudaGraphExec_t g : graphs) { must(cudaGraphExecDestroy(g), "destroy"); }
   must(cudaEventDestroy(begin), "destroy");
   must(cudaEventDestroy(end), "destroy");
   must(cudaStreamDestroy(stream), "destroy");
   std::nth_element(times.begin(), times.begin() + replays / 2, times.end());
-  return times[replays / 2];
+  result.median = times[replays / 2];
+  return result;
+}
+/// The median alone.
+template <class Queue>
+double median_microseconds(int copies, Queue queue) {
+  return timed(copies, queue).median;
 }
 
-/// One result: a line of JSON.
+template <class = void>
+__global__ void empty_kernel() {}
+
+/// Microseconds of a graph of `nodes` kernels that do nothing.
+double empty_graph(std::size_t nodes) {
+  return median_microseconds(1, [&](cudaStream_t stream, int) {
+    for (std::size_t i = 0; i < nodes; ++i) { empty_kernel<><<<1, 32, 0, stream>>>(); }
+  });
+}
+
+/// What a time is measured against, and what is asked of it.
+struct Bound {
+  std::string_view name;    // what the device did meanwhile
+  double microseconds = 0;  // how long that takes
+  double percent = 0;       // target: at least so much of the bound; 0: none
+  double most = 0;          // target: at most so many microseconds; 0: none
+  double cub = 0;           // microseconds of CUB's segmented sort; 0: nothing to compare
+};
+
+/// Results as lines of JSON, and as a table.
 class Results {
  public:
-  void add(const std::string& name,
-           double microseconds,
-           std::int64_t bytes,
-           double limit,
-           std::string_view limited) {
+  void add(const std::string& name, double microseconds, const Bound& bound) {
+    const double percent = bound.microseconds > 0 ? 100 * bound.microseconds / microseconds : 0;
     std::string line = "    {\"name\": \"" + name + "\", \"microseconds\": " + number(microseconds);
-    if (bytes > 0) {
-      const double rate = static_cast<double>(bytes) / microseconds / 1000;
-      line += ", \"bytes\": " + std::to_string(bytes) + ", \"gb_per_s\": " + number(rate);
-      if (copy_rate_ > 0) { line += ", \"percent_of_copy\": " + number(100 * rate / copy_rate_); }
+    if (bound.microseconds > 0) {
+      line += ", \"bound\": \"" + std::string(bound.name) +
+              "\", \"bound_microseconds\": " + number(bound.microseconds) +
+              ", \"percent_of_bound\": " + number(percent);
     }
-    if (limit > 0) {
-      const double value = limited == "percent_of_copy"
-                               ? 100 * static_cast<double>(bytes) / microseconds / 1000 / copy_rate_
-                               : microseconds;
-      const bool pass = limited == "percent_of_copy" ? value >= limit : value <= limit;
-      line += ", \"target_" + std::string(limited) + "\": " + number(limit) +
-              ", \"pass\": " + (pass ? "true" : "false");
+    if (bound.cub > 0) { line += ", \"cub_segmented_sort\": " + number(bound.cub); }
+    std::string target;
+    if (bound.percent > 0) { target = "target_percent_of_bound\": " + number(bound.percent); }
+    if (bound.most > 0) { target = "target_microseconds\": " + number(bound.most); }
+    const bool pass = percent >= bound.percent && (bound.most <= 0 || microseconds <= bound.most);
+    if (!target.empty()) {
+      line += ", \"" + target + ", \"pass\": " + (pass ? "true" : "false");
       all_pass_ = all_pass_ && pass;
     }
     lines_.push_back(line + "}");
-    std::fprintf(stderr, "%s\n", lines_.back().c_str());
+    std::fprintf(stderr,
+                 "%-66s %10.1f us  %5.1f %% of %-14s %10.1f us%s%s%s\n",
+                 name.c_str(),
+                 microseconds,
+                 percent,
+                 std::string(bound.microseconds > 0 ? bound.name : "-").c_str(),
+                 bound.microseconds,
+                 bound.cub > 0 ? ("  CUB " + number(bound.cub) + " us").c_str() : "",
+                 target.empty()   ? ""
+                 : bound.most > 0 ? ("  at most " + number(bound.most) + " us: ").c_str()
+                                  : ("  at least " + number(bound.percent) + " %: ").c_str(),
+                 target.empty() ? ""
+                 : pass         ? "pass"
+                                : "MISSED");
   }
-  void set_copy_rate(double gb_per_s) { copy_rate_ = gb_per_s; }
+  /// Bytes that are read and written, by a copy.
+  [[nodiscard]] double copy_of(std::int64_t bytes) const {
+    return static_cast<double>(bytes) / copy_rate / 1000;
+  }
+  /// Bytes that are read.
+  [[nodiscard]] double read_of(std::int64_t bytes) const {
+    return static_cast<double>(bytes) / read_rate / 1000;
+  }
+  double copy_rate = 1;  // GB/s, both directions together
+  double read_rate = 1;
   void print(const std::string& device) const {
     std::printf(
-        "{\n  \"device\": \"%s\",\n  \"replays\": %d,\n  \"all_pass\": %s,\n  \"results\": [\n",
+        "{\n  \"device\": \"%s\",\n  \"replays\": %d,\n  \"copy_gb_per_s\": %.1f,\n"
+        "  \"read_gb_per_s\": %.1f,\n  \"all_pass\": %s,\n  \"results\": [\n",
         device.c_str(),
         replays,
+        copy_rate,
+        read_rate,
         all_pass_ ? "true" : "false");
     for (std::size_t i = 0; i < lines_.size(); ++i) {
       std::printf("%s%s\n", lines_[i].c_str(), i + 1 < lines_.size() ? "," : "");
@@ -144,7 +215,6 @@ class Results {
     return text;
   }
   std::vector<std::string> lines_;
-  double copy_rate_ = 0;
   bool all_pass_ = true;
 };
 
@@ -161,10 +231,25 @@ struct ByScore {
 };
 static_assert(Policy<ByScore>);
 
+/// Before a plan is applied once more: the states are those that it was made from.
 __global__ void reset_kernel(kvtrim::cuda::detail::PlanControl* control,
-                             kvtrim::cuda::DeviceReport* report) {
+                             kvtrim::cuda::DeviceReport* report,
+                             SequenceState* states,
+                             const SequenceState* planned) {
+  states[threadIdx.x] = planned[threadIdx.x];
+  if (threadIdx.x > 0) { return; }
   control->stage = kvtrim::cuda::detail::DeviceStage::planned;
   report->status = Status::ok;
+}
+/// Reads everything once.
+__global__ void read_kernel(const uint4* from, std::int64_t count, unsigned* never) {
+  unsigned all = 0;
+  for (std::int64_t i = blockIdx.x * std::int64_t{blockDim.x} + threadIdx.x; i < count;
+       i += std::int64_t{gridDim.x} * blockDim.x) {
+    const uint4 x = __ldcs(from + i);
+    all |= x.x | x.y | x.z | x.w;
+  }
+  if (all == 0x5A5A'5A5AU) { *never = all; }
 }
 /// What a first attempt looks like: one block per row, a table look-up in each thread.
 __global__ void naive_gather_kernel(const uint4* from,
@@ -192,7 +277,13 @@ struct MoveBench {
         lengths(std::vector<std::int32_t>(static_cast<std::size_t>(sequences_), rows_)),
         spares(static_cast<std::size_t>(pages)),
         spare_count(std::vector<std::int32_t>{pages / 2}),
-        scores(random_scores()) {
+        scores(random_scores()),
+        states(prompt_states()),
+        planned(prompt_states()),
+        positions(row_positions()),
+        sums(random_scores()),
+        compensations(sums.size()),
+        ref_counts(std::vector<std::int32_t>(static_cast<std::size_t>(pages), 1)) {
     std::vector<std::int32_t> order(static_cast<std::size_t>(pages));
     std::iota(order.begin(), order.end(), 0);
     std::shuffle(order.begin(), order.end(), std::mt19937(1));
@@ -213,6 +304,11 @@ struct MoveBench {
     view.table.max_pages = rows / page_size;
     view.table.row_stride = rows / page_size;
     view.lengths = lengths.data();
+    view.states = states.data();
+    view.positions = SequencePlane::dense(positions.data(), 1, heads, rows);
+    view.score_sums = SequencePlane::dense(sums.data(), 1, heads, rows);
+    view.score_compensations = SequencePlane::dense(compensations.data(), 1, heads, rows);
+    view.writable.ref_counts = ref_counts.data();
     bounds.sequences = sequences;
     bounds.kv_heads = heads;
     bounds.page_size = page_size;
@@ -225,6 +321,20 @@ struct MoveBench {
                          static_cast<std::size_t>(rows));
     for (float& x : s) { x = static_cast<float>(random() % 1000003); }
     return s;
+  }
+
+  [[nodiscard]] std::vector<SequenceState> prompt_states() const {
+    SequenceState state;
+    state.live_rows = state.next_position = state.next_rope_position = rows;
+    return std::vector<SequenceState>(static_cast<std::size_t>(sequences), state);
+  }
+  [[nodiscard]] std::vector<std::int32_t> row_positions() const {
+    std::vector<std::int32_t> p(static_cast<std::size_t>(sequences) * heads *
+                                static_cast<std::size_t>(rows));
+    for (std::size_t i = 0; i < p.size(); ++i) {
+      p[i] = static_cast<std::int32_t>(i % static_cast<std::size_t>(rows));
+    }
+    return p;
   }
 
   void run(Results& results,
@@ -256,23 +366,22 @@ struct MoveBench {
     }
     // The same plan again and again: the tables are never changed, so every replay moves the same rows.
     const double t = median_microseconds(1, [&](cudaStream_t stream, int) {
-      reset_kernel<<<1, 1, 0, stream>>>(made.control, made.report);
+      reset_kernel<<<1, static_cast<unsigned>(sequences), 0, stream>>>(
+          made.control, made.report, states.data(), planned.data());
       must(kvtrim::cuda::apply(workspace, view, stream), "apply");
     });
-    results.add(name + "/sequences:" + std::to_string(sequences) + "/rows:" + std::to_string(rows),
-                t,
-                2 * report.bytes_moved,
-                target,
-                "percent_of_copy");
-    const double planned = median_microseconds(1, [&](cudaStream_t stream, int) {
+    const std::string shape =
+        name + "/sequences:" + std::to_string(sequences) + "/rows:" + std::to_string(rows);
+    results.add(shape, t, {"copy", results.copy_of(2 * report.bytes_moved), target});
+    must(cudaMemcpy(states.data(),
+                    planned.data(),
+                    states.size() * sizeof(SequenceState),
+                    cudaMemcpyDeviceToDevice),
+         "states");
+    const Timed made_again = timed(1, [&](cudaStream_t stream, int) {
       must(kvtrim::cuda::plan(policy, view, given, workspace, stream, options), "plan");
     });
-    results.add("plan_" + name + "/sequences:" + std::to_string(sequences) +
-                    "/rows:" + std::to_string(rows),
-                planned,
-                0,
-                0,
-                "");
+    results.add("plan_" + shape, made_again.median, {"empty graph", empty_graph(made_again.nodes)});
   }
 
   std::int32_t sequences;
@@ -284,9 +393,105 @@ struct MoveBench {
   Buffer<std::int32_t> spares;
   Buffer<std::int32_t> spare_count;
   Buffer<float> scores;
+  Buffer<SequenceState> states;
+  Buffer<SequenceState> planned;
+  Buffer<std::int32_t> positions;
+  Buffer<float> sums;
+  Buffer<float> compensations;
+  Buffer<std::int32_t> ref_counts;
   CacheView view;
   PlanShape bounds;
 };
+
+/// A step of a batch that generates: a row for every sequence, the plan of what it evicts, its moves, its tables. One table for
+/// all layers and KV heads.
+void bench_decode(Results& results, std::int32_t sequences, std::int32_t budget, double target) {
+  MoveBench cache(sequences, budget + MoveBench::page_size);
+  const HeavyHitter policy({.heavy = budget / 2, .recent = budget / 2});
+  // At the budget: each step appends one row and evicts one.
+  std::vector<SequenceState> states = cache.prompt_states();
+  for (SequenceState& state : states) {
+    state.live_rows = state.next_position = state.next_rope_position = budget;
+  }
+  must(cudaMemcpy(cache.states.data(),
+                  states.data(),
+                  states.size() * sizeof(SequenceState),
+                  cudaMemcpyHostToDevice),
+       "states");
+  CacheView view = cache.view;
+  view.lengths = nullptr;  // the states have them
+  const kvtrim::cuda::PlanBounds bounds(cache.bounds, 0, 1);
+  const std::size_t bytes = kvtrim::cuda::plan_workspace_bytes(policy, bounds);
+  const Buffer<std::byte> memory(bytes);
+  const kvtrim::cuda::PlanWorkspace workspace{bounds, memory.data(), bytes};
+  const Buffer<std::int32_t> freed(static_cast<std::size_t>(cache.pages));
+  const Buffer<std::int32_t> freed_count(1);
+  const Buffer<Status> statuses(static_cast<std::size_t>(sequences));
+  kvtrim::cuda::DeviceTables tables;
+  tables.ids = cache.ids.data();
+  tables.ref_counts = cache.ref_counts.data();
+  tables.freed = freed.data();
+  tables.freed_count = freed_count.data();
+  must(kvtrim::cuda::prepare(policy, view, {}, bounds), "prepare");
+  const Timed step = timed(1, [&](cudaStream_t stream, int) {
+    cuda_step::append_kernel<><<<1, static_cast<unsigned>(sequences), 0, stream>>>(
+        view, cache.ids.data(), {freed.data(), freed_count.data()}, statuses.data());
+    must(kvtrim::cuda::plan(policy, view, {}, workspace, stream), "plan");
+    must(kvtrim::cuda::apply(workspace, view, stream), "apply");
+    must(kvtrim::cuda::commit(workspace, view, tables, stream), "commit");
+  });
+  kvtrim::cuda::DeviceReport report;
+  must(cudaMemcpy(&report,
+                  kvtrim::cuda::device_plan(workspace).report,
+                  sizeof report,
+                  cudaMemcpyDeviceToHost),
+       "report");
+  if (report.status != Status::ok || report.evicted != std::int64_t{sequences} * cache.heads) {
+    std::fprintf(stderr,
+                 "cuda_bench: decode: status %s, %lld rows went\n",
+                 std::string(to_string(report.status)).c_str(),
+                 static_cast<long long>(report.evicted));
+    std::exit(1);
+  }
+  results.add("decode_step/heavy_hitter/sequences:" + std::to_string(sequences) +
+                  "/budget:" + std::to_string(budget) + "/nodes:" + std::to_string(step.nodes),
+              step.median,
+              {"empty graph", empty_graph(step.nodes), 0, target});
+}
+
+/// SnapKV's plan of a long prompt whose very first call is a captured one.
+void bench_first_call(Results& results, std::int32_t rows) {
+  constexpr std::int32_t query_heads = 32;
+  constexpr std::int32_t window = 32;
+  MoveBench cache(1, rows);
+  const SnapKVSelector policy({.window = window, .budget = 2048});
+  PlanShape shape = cache.bounds;
+  shape.query_heads = query_heads;
+  shape.query_rows = window;
+  shape.head_dim = MoveBench::dim;
+  const Buffer<std::uint16_t> q(
+      std::vector<std::uint16_t>(std::size_t{query_heads} * window * MoveBench::dim, 0x3F80));
+  kvtrim::cuda::DeviceObservation seen;
+  seen.query_dtype = DType::bf16;
+  seen.queries.data = reinterpret_cast<const float*>(q.data());
+  seen.queries.query_heads = query_heads;
+  seen.queries.rows = window;
+  seen.queries.row_stride = MoveBench::dim;
+  seen.queries.head_stride = window * MoveBench::dim;
+  seen.queries.layer_stride = seen.queries.sequence_stride =
+      std::int64_t{query_heads} * window * MoveBench::dim;
+  const std::size_t bytes = kvtrim::cuda::plan_workspace_bytes(policy, shape);
+  const Buffer<std::byte> memory(bytes);
+  const kvtrim::cuda::PlanWorkspace workspace{shape, memory.data(), bytes};
+  must(kvtrim::cuda::prepare(policy, cache.view, seen, shape), "prepare");
+  const Timed plan = timed(1, [&](cudaStream_t stream, int) {
+    must(kvtrim::cuda::plan(policy, cache.view, seen, workspace, stream), "captured plan");
+  });
+  const std::int64_t key_bytes = std::int64_t{rows} * MoveBench::heads * MoveBench::dim * 2;
+  const std::string name = "plan/snapkv/captured/rows:" + std::to_string(rows);
+  results.add(name, plan.median, {"reading K", results.read_of(key_bytes)});
+  results.add(name + "/first_launch", plan.first, {"reading K", results.read_of(key_bytes)});
+}
 
 void bench_copy(Results& results) {
   const Buffer<std::byte> from(rotated_bytes);
@@ -295,8 +500,18 @@ void bench_copy(Results& results) {
     must(cudaMemcpyAsync(to.data(), from.data(), rotated_bytes, cudaMemcpyDeviceToDevice, stream),
          "copy");
   });
-  results.set_copy_rate(2.0 * rotated_bytes / t / 1000);
-  results.add("copy/cudaMemcpyAsync", t, 2 * rotated_bytes, 0, "");
+  results.copy_rate = 2.0 * rotated_bytes / t / 1000;
+  results.add("copy/cudaMemcpyAsync", t, {"copy", t});
+  const Buffer<unsigned> never(1);
+  const double read = median_microseconds(1, [&](cudaStream_t stream, int) {
+    read_kernel<<<4U * static_cast<unsigned>(kvtrim::cuda::detail::multiprocessors()),
+                  512,
+                  0,
+                  stream>>>(
+        reinterpret_cast<const uint4*>(from.data()), rotated_bytes / 16, never.data());
+  });
+  results.read_rate = 1.0 * rotated_bytes / read / 1000;
+  results.add("read", read, {"read", read});
 
   constexpr int units = 32;  // rows of 512 bytes
   const auto rows = static_cast<std::int32_t>(rotated_bytes / 512);
@@ -312,7 +527,7 @@ void bench_copy(Results& results) {
         reinterpret_cast<uint4*>(to.data()),
         units);
   });
-  results.add("copy/naive_gather", naive, rotated_bytes, 0, "");
+  results.add("copy/naive_gather", naive, {"copy", results.copy_of(rotated_bytes)});
 }
 
 void bench_select(
@@ -357,8 +572,6 @@ void bench_select(
                              stream),
          "top_k");
   });
-  results.add("top_k" + shape, t, 0, target, "microseconds");
-
   std::vector<int> borders(static_cast<std::size_t>(heads) + 1);
   for (std::size_t i = 0; i < borders.size(); ++i) { borders[i] = static_cast<int>(i) * rows; }
   const Buffer<int> offsets(borders);
@@ -389,7 +602,7 @@ void bench_select(
              stream),
          "cub");
   });
-  results.add("cub_segmented_sort" + shape, cub_time, 0, 0, "");
+  results.add("top_k" + shape, t, {"reading scores", results.read_of(each), 0, target, cub_time});
 }
 
 /// 32 queries x 32 heads over 32k keys of 8 KV heads, d 128.
@@ -398,8 +611,7 @@ void bench_window(Results& results,
                   bool lse,
                   kvtrim::cuda::ScorePath path,
                   const std::string& name,
-                  double target,
-                  double read) {
+                  double times) {
   constexpr std::int32_t rows = 32768;
   constexpr std::int32_t heads = 8;
   constexpr std::int32_t query_heads = 32;
@@ -463,7 +675,9 @@ void bench_window(Results& results,
                                      path),
          "window_scores");
   });
-  results.add("window_scores/" + name, t, key_bytes, target * read, "microseconds");
+  results.add("window_scores/" + name,
+              t,
+              {"reading K", results.read_of(key_bytes), times > 0 ? 100 / times : 0});
 }
 
 }  // namespace
@@ -471,7 +685,7 @@ void bench_window(Results& results,
 int main() {
   int devices = 0;
   if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) {
-    std::puts("skipped: no CUDA device");
+    std::fputs("cuda_bench: skipped: there is no CUDA device, nothing was measured\n", stderr);
     return 77;
   }
   cudaDeviceProp properties{};
@@ -486,28 +700,20 @@ int main() {
     many.run(results, "stable_pack_in_place", Removal::stable_pack, false, 60);
   }
   bench_select(results, 64, 16384, 2048, 20);
+  bench_select(results, 64, 12288, 2048, 0);  // as much shared memory as a block can have
   bench_select(results, 8, 131072, 4096, 0);
-  // Targets are multiples of reading the keys once, as measured by the copy; known only for H100 and H200.
-  const bool h200 = device.find("H200") != std::string::npos;
-  const bool h100 = device.find("H100") != std::string::npos;
-  const double read = h200 ? 14 : h100 ? 20 : 0;
-  const double with_lse = h200 ? 2.5 : 2;
-  bench_window(results,
-               DType::bf16,
-               true,
-               kvtrim::cuda::ScorePath::tensor_cores,
-               "bf16/lse/tensor_cores",
-               with_lse,
-               read);
+  bench_decode(results, 64, 2048, 30);
+  bench_first_call(results, 32768);
+  using kvtrim::cuda::ScorePath;
+  bench_window(results, DType::bf16, true, ScorePath::tensor_cores, "bf16/lse/tensor_cores", 2);
   bench_window(results,
                DType::bf16,
                false,
-               kvtrim::cuda::ScorePath::tensor_cores,
+               ScorePath::tensor_cores,
                "bf16/self_normalised/tensor_cores",
-               4.5,
-               read);
-  bench_window(results, DType::bf16, true, kvtrim::cuda::ScorePath::fma, "bf16/lse/fma", 0, 0);
-  bench_window(results, DType::f8e4m3, true, kvtrim::cuda::ScorePath::fma, "f8e4m3/lse/fma", 0, 0);
+               4.5);
+  bench_window(results, DType::bf16, true, ScorePath::fma, "bf16/lse/fma", 0);
+  bench_window(results, DType::f8e4m3, true, ScorePath::fma, "f8e4m3/lse/fma", 0);
   results.print(device);
   return 0;
 }

@@ -1,9 +1,19 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # Builds for sm_90 (or the architecture given), runs the GPU tests, the example and the benches, and a part of the tests
-# under compute-sanitizer if that starts. Needs nvcc, CMake, a generator and the headers of Eigen and Catch2 2; no network.
+# under compute-sanitizer if that starts: six minutes, the build included, on 16 processors. Needs nvcc and the headers of
+# Eigen and Catch2 2; no network. Without a device it builds, says so, and exits with 77.
 #
-# usage: bench/cuda/run_on_device.sh [OUT [ARCHITECTURE]]      results: OUT/bench.json, OUT/summary.json, OUT/*.log
+# usage: bench/cuda/run_on_device.sh [OUT [ARCHITECTURE]]
+# results: OUT/bench.json and OUT/bench.txt (a table), OUT/summary.json, OUT/*.log
+#
+# Targets, of which OUT/bench.json says pass or not (each line beside its bound, measured in the same run):
+#   holes filled, rows packed out of place     at least 80 % of a copy, 256 MiB and more
+#   rows packed in place                       at least 60 % of it
+#   window scores, 32 queries x 32 heads       at most 2 x reading K with an LSE, 4.5 x without
+#   selection of 2,048 rows of 64 x 16,384     at most 20 us
+#   a decode step of 64 sequences, HeavyHitter at most 30 us, append to commit
+# Without a target: 12,288 rows (all the shared memory of a block), a captured first call of SnapKV, fp8, plans.
 #
 # If Eigen or Catch2 are not installed, put their headers next to the checkout and name the folders:
 #   EIGEN_INCLUDE=.../eigen3 (holds Eigen/)   CATCH_INCLUDE=.../include (holds catch2/catch.hpp)
@@ -14,6 +24,7 @@ architecture=${2:-90}
 mkdir -p "$out"
 jobs=$(nproc)
 begin=$SECONDS
+most=360 # seconds for all of it
 results=()
 note() { # name, exit code, seconds
   local verdict=failed
@@ -25,10 +36,15 @@ note() { # name, exit code, seconds
   results+=("    {\"step\": \"$1\", \"result\": \"$verdict\", \"seconds\": $3}")
   echo "--- $1: $verdict, $3 s"
 }
+within() { # the seconds asked for, or those that are left
+  local left=$((most - SECONDS + begin))
+  ((left < 1)) && left=1
+  echo $(($1 < left ? $1 : left))
+}
 run() { # name, time limit, command...
   local name=$1 limit=$2 start=$SECONDS
   shift 2
-  timeout "$limit" "$@" >"$out/$name.log" 2>&1
+  timeout "$(within "$limit")" "$@" >"$out/$name.log" 2>&1
   local rc=$?
   note "$name" $rc $((SECONDS - start))
   return $rc
@@ -87,12 +103,19 @@ note build $rc $((SECONDS - start))
 ((rc == 0)) || exit 1
 
 failed=0
-run gpu_tests 90 "$out/gpu_tests" || [[ $? -eq 77 ]] || failed=1
-run cuda_step 20 "$out/cuda_step" || [[ $? -eq 77 ]] || failed=1
-timeout 90 "$out/cuda_bench" >"$out/bench.json" 2>"$out/bench.log"
+start=$SECONDS
+timeout "$(within 90)" "$out/cuda_bench" >"$out/bench.json" 2>"$out/bench.txt"
 rc=$?
-note cuda_bench $rc 0
-((rc == 0 || rc == 77)) || failed=1
+note cuda_bench $rc $((SECONDS - start))
+cat "$out/bench.txt"
+if ((rc == 77)); then
+  echo "run_on_device: there is no CUDA device here: everything was built for sm_$architecture, nothing was run"
+  exit 77
+fi
+((rc == 0)) || failed=1
+grep -q '"all_pass": true' "$out/bench.json" || echo "run_on_device: a target was missed"
+run cuda_step 20 "$out/cuda_step" || failed=1
+run gpu_tests 90 "$out/gpu_tests" || failed=1
 if command -v compute-sanitizer >/dev/null; then
   run memcheck 60 compute-sanitizer --tool memcheck --error-exitcode 1 "$out/gpu_tests" "cuda::top_k: one row*,cuda::plan: rows of any size*" || true
   run racecheck 60 compute-sanitizer --tool racecheck --error-exitcode 1 "$out/gpu_tests" "cuda::top_k: one row*" || true

@@ -17,7 +17,7 @@ template __global__ void pool_kernel<pool_threads>(CacheView,
                                                    std::int32_t,
                                                    const float*,
                                                    const std::int32_t*,
-                                                   SequencePlane);
+                                                   ScoreRows);
 template __global__ void select_kernel<true>(
     RowScores, const SelectTask*, SelectBounds, bool, std::int32_t*, std::int32_t*);
 

@@ -32,16 +32,23 @@ inline constexpr bool by_given_scores =
 /// A device plan's memory and its report.
 struct DeviceSide {
   template <class P>
-  DeviceSide(World& world, const P& policy)
-      : memory(bytes(policy, plan_shape(world.host_view())), "workspace") {
-    workspace = {plan_shape(world.host_view()), memory.data(), memory.size()};
+  DeviceSide(World& world, const P& policy) : DeviceSide(policy, plan_shape(world.host_view())) {}
+  template <class P>
+  DeviceSide(const P& policy,
+             const cuda::PlanBounds& bounds,
+             const cuda::DevicePlanOptions& options = {})
+      : memory(bytes(policy, bounds, options), "workspace") {
+    workspace = {bounds, memory.data(), memory.size()};
   }
   template <class P>
-  static std::size_t bytes(const P& policy, const PlanShape& shape) {
+  static std::size_t bytes(const P& policy,
+                           const cuda::PlanBounds& bounds,
+                           const cuda::DevicePlanOptions& options) {
     if constexpr (by_given_scores<P>) {
-      return cuda::plan_workspace_bytes(policy, shape, cuda::GivenScores(SequencePlane{}));
+      return cuda::plan_workspace_bytes(
+          policy, bounds, cuda::GivenScores(SequencePlane{}), options);
     } else {
-      return cuda::plan_workspace_bytes(policy, shape);
+      return cuda::plan_workspace_bytes(policy, bounds, options);
     }
   }
   [[nodiscard]] cuda::DeviceReport report() const {
@@ -129,23 +136,73 @@ inline CacheView one_sequence(const CacheView& all, std::int32_t s) {
   return one;
 }
 
+/// Rows of all sequences, each by its longest table; reserved pages included.
+inline std::int64_t total_rows(const CacheView& view) {
+  std::int64_t total = 0;
+  for (std::int32_t s = 0; s < view.sequences; ++s) {
+    CacheView one = view;
+    one.sequences = 1;
+    one.states += static_cast<std::int64_t>(s) * view.tables_per_sequence();
+    if (view.first_rows != nullptr) { one.first_rows += s; }
+    if (view.reserved_pages != nullptr) {
+      one.reserved_pages += static_cast<std::int64_t>(s) * view.tables_per_sequence();
+    }
+    total += plan_shape(one).max_rows;
+  }
+  return total;
+}
+/// The most rows of a KV head that a plan lists as gone, a hole included.
+inline std::int32_t most_evicted(const PlanView& plan, const CacheView& view) {
+  std::int32_t most = 0;
+  for (std::int32_t s = 0; s < view.sequences; ++s) {
+    for (std::int32_t l = 0; l < view.layers; ++l) {
+      for (std::int32_t h = 0; h < view.kv_heads; ++h) {
+        const auto gone =
+            static_cast<std::int32_t>(plan.head(SequenceId{s}, LayerId{l}, HeadId{h}).evicted);
+        const bool hole = view.state(SequenceId{s}, LayerId{l}, HeadId{h}).append_row >= 0;
+        most = std::max(most, gone == 0 ? 0 : gone + (hole ? 1 : 0));
+      }
+    }
+  }
+  return most;
+}
+
+inline constexpr std::int32_t as_many_as_go = -1;
+
 /// Both sides plan, apply and commit; afterwards not a byte may differ.
+///
+/// \param max_evicted  not 0: bounds that are as tight as can be, with so many rows that go
 template <class P>
 void same(World& world,
           const P& policy,
           Removal removal = Removal::automatic,
           std::int32_t layer_offset = 0,
-          ReservedPages reserved = ReservedPages::follow) {
+          ReservedPages reserved = ReservedPages::follow,
+          std::int32_t max_evicted = 0) {
   Observation obs;
   if (by_given_scores<P>) { obs.scores = world.host_view().score_sums; }
   CacheView host = world.host_view();
   CacheView device = world.device_view();
   host.layer_offset = device.layer_offset = layer_offset;
   host.model_layers = device.model_layers = layer_offset == 0 ? 0 : layer_offset + host.layers + 1;
-  DeviceSide side(world, policy);
   cuda::DevicePlanOptions options;
   options.removal = removal;
   options.reserved = reserved;
+  cuda::PlanBounds bounds(plan_shape(world.host_view()));
+  if (max_evicted != 0) {
+    bounds.total_rows = total_rows(host);
+    bounds.max_evicted = std::max(max_evicted, 1);
+  }
+  for (std::int32_t s = 0; max_evicted == as_many_as_go && s < host.sequences; ++s) {
+    const CacheView one = one_sequence(host, s);
+    Observation mine;
+    if (by_given_scores<P>) { mine.scores = one.score_sums; }
+    Plan alone = host_plan(policy, one, mine, removal, reserved);
+    const PlanRef plan = alone.ref();
+    bounds.max_evicted = std::max(
+        bounds.max_evicted, usable(plan.status()) ? most_evicted(plan, one) : bounds.max_rows);
+  }
+  DeviceSide side(policy, bounds, options);
   if constexpr (by_given_scores<P>) {
     const cuda::GivenScores given(world.device_view().score_sums);
     ok(cuda::plan(policy, device, given, side.workspace, nullptr, options));

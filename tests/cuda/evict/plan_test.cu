@@ -317,6 +317,42 @@ TEST_CASE("C15 cuda::commit: entries that stay keep their flag bits", "[cuda][pa
   CHECK(std::count_if(ids.begin(), ids.end(), [](std::int32_t e) { return e < -1; }) > 0);
 }
 
+TEST_CASE("cuda::plan: a list of the rows that go is enough for every way of removal",
+          "[cuda][parity][fault]") {
+  WorldShape shape;
+  shape.shuffled = GENERATE(false, true);
+  shape.scope = GENERATE(TableScope::group, TableScope::head);
+  shape.holes = shape.shuffled && shape.scope == TableScope::head;
+  shape.padding = !shape.shuffled;
+  shape.scales = shape.padding;
+  shape.spare_pages = 40;
+  const Removal removal = GENERATE(
+      Removal::stable_pack, Removal::fill_holes, Removal::overwrite_slot, Removal::drop_pages);
+  const std::int32_t capacity = shape.max_pages * shape.page_size;
+  const std::int32_t longest = capacity - (shape.padding ? shape.page_size + 1 : 0);
+  const std::int32_t keep = removal == Removal::overwrite_slot ? longest - 1 : GENERATE(7, 24);
+  CAPTURE(shape.shuffled, static_cast<int>(shape.scope), static_cast<int>(removal), keep);
+  const kvtrim::test::ByScore policy{keep, {2, 4}, Removal::stable_pack};
+  std::int32_t gone = 0;
+  {
+    World world(shape);
+    for (const SequenceState& state : world.host().states) {
+      if (state.live_rows > keep) { gone = std::max(gone, state.extent() - keep); }
+    }
+    same(world, policy, removal, 0, ReservedPages::follow, gone);
+  }
+  if (gone < 2) { return; }
+  World world(shape);
+  const CacheView view = world.device_view();
+  const cuda::GivenScores given(view.score_sums);
+  DeviceSide side(policy, cuda::PlanBounds(plan_shape(world.host_view()), 0, gone - 1));
+  ok(cuda::plan(policy, view, given, side.workspace, nullptr));
+  CHECK(to_string(side.report().status) == "workspace_too_small");
+  ok(cuda::apply(side.workspace, view, nullptr));
+  CHECK(side.report().evicted == 0);
+  CHECK(world.difference() == "");
+}
+
 TEST_CASE("cuda::plan: rows of any size, aligned or not", "[cuda][parity]") {
   WorldShape shape;
   const int which = GENERATE(0, 1, 2, 3, 4);
@@ -730,11 +766,16 @@ TEST_CASE("cuda::plan: into spare pages, all old ones are released", "[cuda]") {
   const DeviceBuffer<std::int32_t> spares(world.spares(), "spare pages");
   const bool enough = GENERATE(true, false);
   const DeviceBuffer<std::int32_t> count(std::vector<std::int32_t>{enough ? 40 : 3}, "spare count");
-  DeviceSide side(world, policy);
+  cuda::PlanBounds bounds(plan_shape(world.host_view()));
+  if (GENERATE(false, true)) {
+    bounds.max_evicted = kvtrim::test::most_evicted(want, host);
+    bounds.total_rows = kvtrim::test::total_rows(host);
+  }
   cuda::DevicePlanOptions options;
   options.out_of_place = true;
   options.spare_pages = spares.data();
   options.spare_count = count.data();
+  DeviceSide side(policy, bounds, options);
   const CacheView device = world.device_view();
   ok(cuda::plan(policy, device, {}, side.workspace, nullptr, options));
   const cuda::DeviceReport report = side.report();

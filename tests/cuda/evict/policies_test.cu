@@ -56,6 +56,8 @@ TEST_CASE("cuda::plan: every policy keeps, moves and releases what the host does
     INFO(std::string(P::name) << ", scope " << static_cast<int>(shape.scope));
     World world(shape);
     same(world, policy);
+    World tight(shape);
+    same(tight, policy, Removal::automatic, 0, ReservedPages::follow, kvtrim::test::as_many_as_go);
   });
 }
 
@@ -68,6 +70,8 @@ TEST_CASE("cuda::plan: every policy, out of order, with holes", "[cuda][parity]"
     INFO(std::string(std::remove_cvref_t<decltype(policy)>::name));
     World world(shape);
     same(world, policy);
+    World tight(shape);
+    same(tight, policy, Removal::automatic, 0, ReservedPages::follow, kvtrim::test::as_many_as_go);
   });
 }
 
@@ -166,9 +170,18 @@ TEST_CASE("cuda::plan: workspaces follow the rows that there are, not the longes
   const cuda::PlanBounds bounds(shape, 1'048'576);
   constexpr std::size_t mebi = std::size_t{1} << 20U;
   CHECK(cuda::plan_workspace_bytes(StreamingSink(), bounds) <= 32 * mebi);
-  // Rows are listed once: 4 bytes for each, rounded up to pages.
+  // A step of HeavyHitter lists the rows that go, 4 bytes for each, not those that stay.
+  constexpr std::size_t tables = 7'808'768;                                       // of a plan
+  const std::size_t shared = cuda::top_k_workspace_bytes({256, 32, 8, 131'072});  // histograms
+  CHECK(shared == 2'116'608);
+  const cuda::PlanBounds step(shape, 1'048'576, 128);
+  CHECK(cuda::plan_workspace_bytes(StreamingSink(), bounds) == tables);
+  CHECK(cuda::plan_workspace_bytes(HeavyHitter(), step) ==
+        tables + shared + std::size_t{4} * 65'536 * 128);
+  CHECK(cuda::plan_workspace_bytes(HeavyHitter(), {shape, 1'048'576, 960}) <= 256 * mebi);
+  // Without such a bound all rows are listed once, rounded up to pages.
   const std::size_t lists = std::size_t{4} * 256 * (1'048'576 + 256 * 16);
-  CHECK(cuda::plan_workspace_bytes(HeavyHitter(), bounds) <= lists + 32 * mebi);
+  CHECK(cuda::plan_workspace_bytes(HeavyHitter(), bounds) == tables + shared + lists);
   // Histograms only for heads that several blocks share.
   CHECK(cuda::top_k_workspace_bytes({256, 32, 8, 131'072}) <= 4 * mebi);
   CHECK(cuda::top_k_workspace_bytes({256, 32, 8, 16'384}) == 0);

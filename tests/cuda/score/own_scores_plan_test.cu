@@ -18,6 +18,7 @@
 #include <kvtrim/policy/tova.hpp>
 
 #include "catch.hpp"
+#include "cuda/evict/both_sides.hpp"
 #include "cuda/evict/device_world.hpp"
 #include "cuda/evict/host_reference.hpp"
 
@@ -157,7 +158,15 @@ void same_by_own_scores(const P& policy, const WorldShape& shape, std::uint32_t 
   Queries queries(shape, random);
   Observation& obs = queries.host;
   cuda::DeviceObservation& device_obs = queries.device;
-  const PlanShape bounds = plan_shape(host, obs);
+  cuda::PlanBounds bounds(plan_shape(host, obs));
+  if (seed % 2 == 0) {  // as tight as they can be: rows go where scores were made
+    Plan known = kvtrim::test::host_plan(policy, host, obs, Removal::automatic);
+    bounds.total_rows = kvtrim::test::total_rows(host);
+    bounds.max_evicted =
+        seed % 4 == 0 && usable(known.view().status()) && known.view().evicted_rows() > 0
+            ? kvtrim::test::most_evicted(known.view(), host)
+            : 0;
+  }
   DeviceBuffer<std::byte> memory(cuda::plan_workspace_bytes(policy, bounds), "workspace");
   const cuda::PlanWorkspace workspace{bounds, memory.data(), memory.size()};
   const auto run = [&] {
@@ -218,7 +227,7 @@ TEST_CASE("cuda::plan: scores of the window and of keys keep the host's rows and
   shape.k_dim = 64;
   shape.v_dim = 8;
   shape.scope = GENERATE(TableScope::group, TableScope::layer, TableScope::head);
-  const std::uint32_t seed = GENERATE(3U, 4U);
+  const std::uint32_t seed = GENERATE(3U, 4U, 6U);
   shape.seed = seed;
   CAPTURE(static_cast<int>(shape.scope), seed);
   KeyNorm::Params norm;
@@ -237,6 +246,54 @@ TEST_CASE("cuda::plan: scores of the window and of keys keep the host's rows and
   same_by_own_scores(PageSelector<>(pages), shape, seed);
   if (shape.scope != TableScope::group) {
     same_by_own_scores(PyramidKV({.snapkv = {.window = 4, .budget = 9, .kernel = 1}}), shape, seed);
+  }
+}
+
+TEST_CASE("cuda::plan: scores of the window take memory by the rows that there are",
+          "[cuda][edge]") {
+  // 256 sequences, 8 KV heads of 4 query heads each; 1,048,576 tokens in all, none above 131,072; layer by layer.
+  PlanShape shape;
+  shape.sequences = 256;
+  shape.kv_heads = 8;
+  shape.page_size = 16;
+  shape.max_rows = 131'072;
+  shape.pages = 65'536 + 256;
+  shape.query_heads = 32;
+  shape.query_rows = 32;
+  shape.head_dim = 128;
+  constexpr std::size_t mebi = std::size_t{1} << 20U;
+  const cuda::PlanBounds bounds(shape, 1'048'576);
+  const SnapKVSelector policy;
+  const std::size_t bytes = cuda::plan_workspace_bytes(policy, bounds);
+  CHECK(bytes <= 128 * mebi);
+  // Scores of whole pages; then 8 bytes per row or query and tile of 128 rows, of which each sequence may end within one.
+  const std::size_t scores = std::size_t{4} * 8 * (1'048'576 + 256 * 16);
+  const std::size_t tiles = std::size_t{8} * (8192 + 32 + 256);
+  const std::size_t window = tiles * 128 * 8 + std::size_t{4} * 256 * 8 * 128 + 1280;
+  const std::size_t tables = cuda::plan_workspace_bytes(StreamingSink(), bounds);
+  const auto histograms = [](const PlanShape& x) {
+    return cuda::top_k_workspace_bytes({x.sequences, x.layers, x.kv_heads, x.max_rows});
+  };
+  CHECK(bytes == tables + histograms(shape) + scores + window);
+  // The longest length does not matter where there is a total; all layers at once take 32 times as much.
+  PlanShape longer = shape;
+  longer.max_rows = 1'048'576;
+  CHECK(cuda::plan_workspace_bytes(policy, {longer, 1'048'576}) - histograms(longer) ==
+        bytes - histograms(shape));
+  PlanShape layers = shape;
+  layers.layers = 32;
+  const std::size_t all = cuda::plan_workspace_bytes(policy, {layers, 1'048'576});
+  CHECK(all - cuda::plan_workspace_bytes(StreamingSink(), {layers, 1'048'576}) ==
+        histograms(layers) + 32 * (scores + window - 1280) + 1280);
+  for (std::int32_t PlanShape::* const field : {&PlanShape::sequences,
+                                                &PlanShape::layers,
+                                                &PlanShape::pages,
+                                                &PlanShape::query_heads,
+                                                &PlanShape::query_rows,
+                                                &PlanShape::head_dim}) {
+    PlanShape more = shape;
+    more.*field *= 2;
+    CHECK(cuda::plan_workspace_bytes(policy, {more, 1'048'576}) >= bytes);
   }
 }
 

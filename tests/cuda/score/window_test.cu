@@ -369,6 +369,42 @@ TEST_CASE("cuda window: tables within the budget are left out, and a batch may b
         cudaSuccess);
 }
 
+TEST_CASE("cuda window: a total of rows is enough, and one that is exceeded is a status",
+          "[window][edge][fault]") {
+  WorldOptions o{.dim = 64, .lengths = {300, 20, 0, 150}};
+  o.lse = GENERATE(false, true);
+  ScoreWorld w(o);
+  const WindowParams params{.window = 4};
+  const Outcome wide = score(w, params);
+  DeviceBuffer<Status> status(std::vector<Status>{Status::ok}, "status");
+  std::int64_t total = 0;
+  for (std::int32_t s = 0; s < w.sequences; ++s) { total += w.extent(s); }
+  cuda::ScoreBounds bounds{.max_rows = 4000, .total_rows = total, .status = status.data()};
+  CHECK(cuda::window_scores_workspace_bytes(params, w.view, w.queries, bounds) <
+        cuda::window_scores_workspace_bytes(params, w.view, w.queries, {.max_rows = 4000}));
+  const Outcome tight = score(w, params, cuda::ScorePath::automatic, bounds);
+  CHECK(std::equal(
+      wide.scores.begin(), wide.scores.end(), tight.scores.begin(), [](float a, float b) {
+        return std::bit_cast<std::uint32_t>(a) == std::bit_cast<std::uint32_t>(b);
+      }));
+  CHECK(to_string(status.download()[0]) == "ok");
+  bounds.total_rows = 120;  // room for 5 tiles of a KV head; there are 6
+  const Outcome refused = score(w, params, cuda::ScorePath::automatic, bounds);
+  CHECK(to_string(status.download()[0]) == "workspace_too_small");
+  for (const float x : refused.scores) { CHECK(x == untouched); }
+  bounds.total_rows = -1;
+  DeviceBuffer<std::byte> memory(1 << 20, "workspace");
+  DeviceBuffer<float> out(wide.scores, "scores");
+  CHECK(cuda::window_scores(params,
+                            w.view,
+                            w.queries,
+                            SequencePlane::dense(out.data(), w.o.layers, w.o.kv_heads, w.max_rows),
+                            bounds,
+                            memory.data(),
+                            memory.size(),
+                            nullptr) == cudaErrorInvalidValue);
+}
+
 TEST_CASE("cuda window: what no kernel can do is refused before any launch", "[window][edge]") {
   WorldOptions o{.dtype = DType::f16, .dim = 64, .lengths = {20}};
   ScoreWorld w(o);

@@ -80,13 +80,12 @@ KVTRIM_DEVICE Move move_of(const DevicePlan& plan,
                            const HeadPlan& head,
                            std::int64_t index,
                            std::int32_t k) {
-  const std::int32_t* const rows = plan.rows_of(index);
   if (table.removal == Removal::overwrite_slot) {
     return {table.append_row >= 0 ? table.append_row : table.extent_before - 1, head.victim};
   }
-  if (table.spare_pages > 0) { return {rows[k], k}; }
-  const std::int32_t kept = head.kept;
-  return {rows[kept - static_cast<std::int32_t>(head.moved) + k], rows[kept + k]};
+  const RowLists rows = plan.lists_of(index);
+  if (table.spare_pages > 0) { return {rows.kept_row(k), k}; }
+  return {rows.kept_row(head.kept - static_cast<std::int32_t>(head.moved) + k), rows.gone[k]};
 }
 
 /// Rows that a block moves.
@@ -213,14 +212,14 @@ struct Chain {
   HeadId h;
   std::int64_t table_index;
   TablePlan table;
-  const std::int32_t* rows;
+  RowLists rows;
   const std::int32_t* sources;
   std::int32_t begin;
   std::int32_t end;
 };
 /// Row that moves to place `to`.
 KVTRIM_DEVICE std::int32_t source_of(const DevicePlan& plan, const Chain& chain, std::int32_t to) {
-  if (chain.table.removal != Removal::drop_pages) { return chain.rows[to]; }
+  if (chain.table.removal != Removal::drop_pages) { return chain.rows.kept_row(to); }
   const std::int32_t at = to + chain.table.first_row;
   return chain.sources[at / plan.page_size] * plan.page_size + at % plan.page_size -
          chain.table.first_row;
@@ -264,7 +263,8 @@ KVTRIM_DEVICE void pack_vectors(const CacheView& view, const Chain& chain, const
       const int u = done + j * move_threads + static_cast<int>(threadIdx.x);
       const std::int32_t to = first + u / units;
       if (to < chain.end) {
-        const DevicePlace from = old_place(view, chain.s, chain.l, chain.h, chain.rows[to]);
+        const DevicePlace from =
+            old_place(view, chain.s, chain.l, chain.h, chain.rows.kept_row(to));
         async_copy_16(&ring[stage * tile + j * move_threads + static_cast<int>(threadIdx.x)],
                       row_in(p, chain.l, chain.h, from) + (u % units) * std::int64_t{16});
       }
@@ -320,7 +320,7 @@ KVTRIM_DEVICE void pack_chains(const CacheView& view,
     }
     const bool moves_pages = removal == Removal::stable_pack && chain.table.spare_pages == 0;
     if (which < in_pages && !moves_pages) { continue; }
-    chain.rows = plan.rows_of(index);
+    chain.rows = plan.lists_of(index);
     chain.sources = plan.sources_of(chain.table_index);
     chain.end = chain.table.live_after;
     chain.begin =

@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Writes what an applied plan says into the engine's dense tables on the device: the counterpart of kvtrim::commit with
-// `DenseTables`. An engine that keeps its tables elsewhere reads `DevicePlan` instead.
+// Writes what an applied plan says into the engine's tables on the device: the counterpart of kvtrim::commit with
+// `DenseTables` or `CsrTables`. An engine that keeps its tables elsewhere reads `DevicePlan` instead.
 
 #include <kvtrim/cache/cache_view.hpp>
 #include <kvtrim/cuda/detail/block_scan.cuh>
 #include <kvtrim/cuda/detail/device.hpp>
 #include <kvtrim/cuda/evict/detail/check.cuh>
+#include <kvtrim/cuda/evict/detail/csr.cuh>
 #include <kvtrim/cuda/evict/detail/fits.cuh>
 #include <kvtrim/cuda/evict/detail/references.cuh>
 #include <kvtrim/cuda/evict/device_plan.cuh>
@@ -50,7 +51,9 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(table_threads)
     const HeadId h = view.first_head(t);
     SequenceState state = view.state(s, l, h);
     __syncthreads();  // thread 0 writes what `state` reads
-    std::int32_t* const k = out.ids + view.table.rows(s, l, h) * view.table.row_stride;
+    const std::int64_t row = view.table.rows(s, l, h);
+    std::int32_t* const k =
+        out.ids + (out.indptr != nullptr ? out.indptr[row] : row * view.table.row_stride);
     const std::int32_t* const k_pages = plan.pages_of(i);
     const std::int32_t* const sources = plan.sources_of(i);
     // An entry that stays keeps its flag bits. None moves up, so a tile that was read may be overwritten.
@@ -79,6 +82,10 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(table_threads)
     if (threadIdx.x == 0) {
       if (view.generations != nullptr) { view.generations[i] += changes; }
       if (out.lengths != nullptr) { out.lengths[view.length_rows(s, l, h)] = table.live_after; }
+      if (out.last_page_len != nullptr) {
+        const std::int32_t live = table.live_after;
+        out.last_page_len[row] = live == 0 ? 0 : (live - 1) % view.page_size + 1;
+      }
       if (view.states != nullptr) {
         state.live_rows = table.live_after;
         state.append_row = table.append_row;
@@ -96,7 +103,9 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(table_threads)
 
 /// Whether the engine's arrays are what `commit` writes for such a view.
 [[nodiscard]] inline bool tables_fit(const CacheView& view, const DeviceTables& out) noexcept {
-  return view.table.indptr == nullptr && out.ids != nullptr &&
+  return (view.table.indptr == nullptr) == (out.indptr == nullptr) &&
+         (out.indptr == nullptr || csr_fits(view)) && out.ids != nullptr &&
+         (view.last_page_len == nullptr || out.last_page_len != nullptr) &&
          (view.lengths == nullptr || out.lengths != nullptr) &&
          (out.free.ids == nullptr) == (out.free.count == nullptr) && out.free.capacity >= 0;
 }
@@ -111,9 +120,12 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(table_threads)
 /// the others are committed.
 ///
 /// \param workspace  as given to `plan`
-/// \param view       as given to `plan`; a dense table
+/// \param view       as given to `plan`. Compressed rows are those of the view's tables, each once, with one id for K and V and
+///   no padding: all are closed up, those of tables that stay too
 /// \param out        the engine's arrays
-/// \returns `cudaErrorInvalidValue` before any launch for a CSR table or a missing array; otherwise the launches' status
+/// \returns `cudaErrorInvalidValue` before any launch for a missing array, or other compressed rows; otherwise the launches'
+///   status. Compressed rows that were changed since the rows were moved so that they descend, or have more than twice the
+///   entries of the plan's bounds, are `torn`: no table is written
 /// \par Complexity
 /// O(table entries)
 /// \par Stream
@@ -151,11 +163,18 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(table_threads)
                view_mark(view),
                ComparePass::commit);
   }
+  if (e == cudaSuccess && out.indptr != nullptr) {
+    e = launch(csr_starts_kernel<>, dim3(1), threads, 0, stream, view, plan, out.indptr);
+  }
   if (e == cudaSuccess) {
     e = launch(references_kernel<>, tables, threads, 0, stream, view, plan, out);
   }
   if (e != cudaSuccess) { return e; }
-  return launch(commit_tables_kernel<>, tables, threads, 0, stream, view, plan, out, 1U);
+  e = launch(commit_tables_kernel<>, tables, threads, 0, stream, view, plan, out, 1U);
+  if (e != cudaSuccess || out.indptr == nullptr) { return e; }
+  e = launch(csr_gather_kernel<>, tables, threads, 0, stream, view, plan, out.ids, out.indptr);
+  if (e != cudaSuccess) { return e; }
+  return launch(csr_scatter_kernel<>, tables, threads, 0, stream, view, plan, out.ids, out.indptr);
 }
 
 }  // namespace kvtrim::cuda

@@ -5,8 +5,9 @@
 // on the host behind an event.
 
 #include <kvtrim/cuda/detail/device.hpp>
+#include <kvtrim/cuda/detail/head_place.cuh>
 #include <kvtrim/cuda/detail/workspace.hpp>
-#include <kvtrim/cuda/select/top_k.cuh>
+#include <kvtrim/cuda/select/select_task.cuh>
 #include <kvtrim/evict/plan.hpp>
 #include <kvtrim/score/scorer.hpp>
 
@@ -93,26 +94,21 @@ struct TableTotals {
 
 }  // namespace detail
 
-namespace detail {
-/// One KV head of one layer of one sequence.
-struct HeadPlace {
-  SequenceId s;
-  LayerId l;
-  HeadId h;
-};
-}  // namespace detail
-
-/// Bounds of a plan. A cache whose sequences are never all as long as the longest one says how many rows they have in all.
+/// Bounds of a plan. A cache whose sequences are never all as long as the longest one says how many rows they have in all; a
+/// step that never evicts more than a few rows says how many.
 struct PlanBounds : PlanShape {
   std::int64_t total_rows =
       0;  ///< rows of all sequences, padding, holes and rows of reserved pages included; 0: max_rows each
   /// Pools that a page id can be of: several where layers or KV heads have memory of their own; 0: one for each table of a
   /// sequence.
   std::int32_t pools = 0;
+  /// Rows that leave a KV head in one plan, and a hole that closes, at most: then these alone are listed, and none that stays.
+  /// 0: any number, all rows are listed. For `HeavyHitter`, whose rows come one by one, its `interval`.
+  std::int32_t max_evicted = 0;
 
   PlanBounds() = default;
-  PlanBounds(const PlanShape& shape, std::int64_t total = 0) noexcept
-      : PlanShape(shape), total_rows(total) {}
+  PlanBounds(const PlanShape& shape, std::int64_t total = 0, std::int32_t evicted = 0) noexcept
+      : PlanShape(shape), total_rows(total), max_evicted(evicted) {}
 
   /// Entries of all page tables at most.
   [[nodiscard]] std::int64_t entries() const noexcept {
@@ -121,6 +117,39 @@ struct PlanBounds : PlanShape {
     const std::int64_t all = static_cast<std::int64_t>(sequences) * pages_for(max_rows, size);
     const std::int64_t some = total_rows / size + sequences;  // each may end within a page
     return tables * (total_rows > 0 && some < all ? some : all);
+  }
+};
+
+/// The rows of a KV head that stay, and those that go with the hole among them, both ascending. On the device.
+struct RowLists {
+  const std::int32_t* kept;  ///< null: not listed
+  const std::int32_t* gone;
+  std::int32_t gone_count;
+
+  /// Number of rows that go and lie below `row`.
+  [[nodiscard]] KVTRIM_HOST_DEVICE std::int32_t gone_below(std::int32_t row) const noexcept {
+    return first_gone([row](std::int32_t r, std::int32_t) { return r >= row; });
+  }
+  /// The row that is number `k` of those that stay.
+  [[nodiscard]] KVTRIM_HOST_DEVICE std::int32_t kept_row(std::int32_t k) const noexcept {
+    if (kept != nullptr) { return kept[k]; }
+    return k + first_gone([k](std::int32_t r, std::int32_t i) { return r - i > k; });
+  }
+
+ private:
+  template <class IsBehind>
+  [[nodiscard]] KVTRIM_HOST_DEVICE std::int32_t first_gone(IsBehind is_behind) const noexcept {
+    std::int32_t low = 0;
+    std::int32_t high = gone_count;
+    while (low < high) {
+      const std::int32_t middle = low + (high - low) / 2;
+      if (is_behind(gone[middle], middle)) {
+        high = middle;
+      } else {
+        low = middle + 1;
+      }
+    }
+    return low;
   }
 };
 
@@ -138,8 +167,10 @@ struct DevicePlan {
   DeviceReport* report = nullptr;    ///< [1]
   TablePlan* table_plans = nullptr;  ///< [sequences, tables]: new lengths, ways of removal
   HeadPlan* head_plans = nullptr;    ///< [sequences, layers, kv_heads]
-  /// By `rows_of`: kept rows, then the others; null: there is no room for such lists, which plans by pages do not need
+  /// By `lists_of`: rows that stay, then the others, or the others alone; null: there is no room for such lists, which plans by
+  /// pages do not need
   std::int32_t* rows = nullptr;
+  std::int32_t max_evicted = 0;     ///< as `PlanBounds::max_evicted`
   std::int32_t* pages = nullptr;    ///< [2, entries]: K ids afterwards, by `pages_of`; V ids
   std::int32_t* sources = nullptr;  ///< [entries]: entry that each had before; -1: a spare page
   std::int32_t* entry_starts = nullptr;  ///< [sequences, tables] + 1: where a table's entries begin
@@ -183,10 +214,7 @@ struct DevicePlan {
   }
   /// What that index stands for.
   [[nodiscard]] KVTRIM_HOST_DEVICE detail::HeadPlace head_at(std::int64_t head) const noexcept {
-    const auto flat = static_cast<std::int32_t>(head);
-    return {SequenceId{flat / kv_heads / layers},
-            LayerId{flat / kv_heads % layers},
-            HeadId{flat % kv_heads}};
+    return detail::head_place(static_cast<std::int32_t>(head), layers, kv_heads);
   }
   /// Index of table `t` of a sequence.
   [[nodiscard]] KVTRIM_HOST_DEVICE std::int64_t table_index(SequenceId s,
@@ -211,9 +239,17 @@ struct DevicePlan {
            : scope == TableScope::layer ? kv_heads
                                         : 1;
   }
-  /// Rows of a KV head: kept ones first. On the device.
-  [[nodiscard]] KVTRIM_HOST_DEVICE std::int32_t* rows_of(std::int64_t head) const noexcept {
-    return rows + first_of(head) * page_size;
+  /// Where a KV head's part of `rows` begins. On the device.
+  [[nodiscard]] KVTRIM_HOST_DEVICE std::int64_t list_of(std::int64_t head) const noexcept {
+    return max_evicted > 0 ? head * max_evicted : first_of(head) * page_size;
+  }
+  /// The rows of a KV head that stay and go, if its rows were listed. On the device.
+  [[nodiscard]] KVTRIM_HOST_DEVICE RowLists lists_of(std::int64_t head) const noexcept {
+    if (rows == nullptr) { return {nullptr, nullptr, 0}; }
+    const SelectTask& task = tasks[head];
+    const std::int32_t* const mine = rows + list_of(head);
+    const bool all = max_evicted == 0;
+    return {all ? mine : nullptr, all ? mine + task.keep : mine, task.extent - task.keep};
   }
   /// First entry of a table, and how many it has.
   [[nodiscard]] KVTRIM_HOST_DEVICE std::int32_t first_entry(std::int64_t table) const noexcept {
@@ -287,6 +323,7 @@ KVTRIM_DEVICE TableRange tables_of_block(const DevicePlan& plan) {
   p.scope = shape.scope;
   p.pool_pages = shape.pages;
   p.pools = shape.pools > 0 && shape.pools < p.tables ? shape.pools : p.tables;
+  p.max_evicted = shape.max_evicted;
   p.report = layout.take<DeviceReport>(1);
   p.control = layout.take<PlanControl>(1);
   p.table_plans = layout.take<TablePlan>(p.all_tables());
@@ -315,12 +352,22 @@ KVTRIM_DEVICE TableRange tables_of_block(const DevicePlan& plan) {
   return p;
 }
 
-/// Bytes of the lists of rows: the last ones of a workspace, so that a plan by pages needs none.
+/// Bytes of the lists of rows: the last ones of a workspace, so that a plan by pages needs none. They are written when the scorer
+/// has ended, and lie where it worked.
 [[nodiscard]] inline std::size_t row_list_bytes(const PlanBounds& shape) noexcept {
   WorkspaceLayout counts;
   const DevicePlan p = take_plan(counts, shape);
   WorkspaceLayout layout;
-  static_cast<void>(layout.take<std::int32_t>(p.entries * p.heads_a_table() * p.page_size));
+  static_cast<void>(layout.take<std::int32_t>(
+      p.max_evicted > 0 ? p.heads() * p.max_evicted : p.entries * p.heads_a_table() * p.page_size));
+  return layout.bytes();
+}
+/// Bytes of a list of scores by row.
+[[nodiscard]] inline std::size_t score_list_bytes(const PlanBounds& shape) noexcept {
+  WorkspaceLayout counts;
+  const DevicePlan p = take_plan(counts, shape);
+  WorkspaceLayout layout;
+  static_cast<void>(layout.take<float>(p.entries * p.heads_a_table() * p.page_size));
   return layout.bytes();
 }
 

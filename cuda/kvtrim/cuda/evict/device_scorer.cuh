@@ -6,7 +6,7 @@
 #include <kvtrim/cuda/detail/device.hpp>
 #include <kvtrim/cuda/evict/device_plan.cuh>
 #include <kvtrim/cuda/observe/detail/queries.cuh>
-#include <kvtrim/cuda/select/top_k.cuh>
+#include <kvtrim/cuda/select/select_task.cuh>
 #include <kvtrim/observe/observation.hpp>
 #include <kvtrim/policy/accumulate_params.hpp>
 #include <kvtrim/policy/policy.hpp>
@@ -38,30 +38,33 @@ struct GivenScores {
 
 /// What a scorer is given besides the view.
 struct ScorerCall {
-  PlanShape shape{};  ///< bounds
+  PlanBounds shape{};  ///< bounds
   const std::int32_t* active =
       nullptr;  ///< device, [sequences, tables]: tables whose rows compete; others are not looked at
   void* workspace = nullptr;  ///< device, `workspace_bytes(params, shape)`, aligned to 256 bytes
   std::size_t bytes = 0;
   cudaStream_t stream = nullptr;
-  DevicePlan plan{};  ///< what is wrong with an input that lies on the device goes into it
-};
+  DevicePlan plan{};   ///< what is wrong with an input that lies on the device goes into it
+  ScoreRows scores{};  ///< where scores go, if the scorer makes any: a list on the device
 
-namespace detail {
-/// Rows of a scorer's plane of scores.
-[[nodiscard]] inline std::int64_t score_rows(const PlanShape& shape) noexcept {
-  return static_cast<std::int64_t>(shape.sequences) * shape.layers * shape.kv_heads *
-         shape.max_rows;
-}
-}  // namespace detail
+  /// The scores as `top_k` reads them.
+  [[nodiscard]] RowScores made(const CacheView& view) const noexcept {
+    RowScores rows;
+    rows.positions = view.positions;
+    rows.list = scores.list;
+    return rows;
+  }
+};
 
 /// Scorer parameters on the device. Specialised for every kind that has kernels.
 ///
 /// | member                                  | meaning                                                  |
 /// |-----------------------------------------|----------------------------------------------------------|
 /// | `by_position`                           | there are no scores                                      |
+/// | `makes_scores`                          | whether they are computed, into `ScorerCall::scores`     |
 /// | `reads_positions(params)`               | whether a score depends on the positions of rows         |
-/// | `workspace_bytes(params, shape)`        | device bytes of a call, pure and monotone                |
+/// | `workspace_bytes(params, shape)`        | device bytes of a call, pure and monotone; needed no     |
+/// |                                         | longer than `launch` runs on the device                  |
 /// | `check(params, view, obs)`              | whether what it needs is there, as far as the host knows |
 /// | `launch(params, view, obs, call, rows)` | queues the scoring; `rows` is what `top_k` is to read    |
 /// | `prepare(params, view, obs)`            | loads the kernels that `launch` would use                |
@@ -78,13 +81,14 @@ struct DeviceScorer {
 template <>
 struct DeviceScorer<NoScores> {
   static constexpr bool by_position = true;
+  static constexpr bool makes_scores = false;
   [[nodiscard]] static constexpr bool reads_positions(const NoScores&) noexcept { return false; }
   [[nodiscard]] static cudaError_t prepare(const NoScores&,
                                            const CacheView&,
                                            const DeviceObservation&) noexcept {
     return cudaSuccess;
   }
-  [[nodiscard]] static std::size_t workspace_bytes(const NoScores&, const PlanShape&) noexcept {
+  [[nodiscard]] static std::size_t workspace_bytes(const NoScores&, const PlanBounds&) noexcept {
     return 0;
   }
   [[nodiscard]] static bool check(const NoScores&,
@@ -107,6 +111,7 @@ struct DeviceScorer<NoScores> {
 template <>
 struct DeviceScorer<AccumulateParams> {
   static constexpr bool by_position = false;
+  static constexpr bool makes_scores = false;
   [[nodiscard]] static constexpr bool reads_positions(const AccumulateParams& params) noexcept {
     return params.age_normalised;
   }
@@ -116,7 +121,7 @@ struct DeviceScorer<AccumulateParams> {
     return cudaSuccess;
   }
   [[nodiscard]] static std::size_t workspace_bytes(const AccumulateParams&,
-                                                   const PlanShape&) noexcept {
+                                                   const PlanBounds&) noexcept {
     return 0;
   }
   [[nodiscard]] static bool check(const AccumulateParams&,
@@ -129,7 +134,8 @@ struct DeviceScorer<AccumulateParams> {
                                           const DeviceObservation&,
                                           const ScorerCall&,
                                           RowScores& rows) noexcept {
-    rows = {view.score_sums, view.score_compensations, view.positions, params.age_normalised};
+    rows = {
+        view.score_sums, view.score_compensations, view.positions, params.age_normalised, nullptr};
     return cudaSuccess;
   }
 };

@@ -29,7 +29,9 @@ struct DeviceTables {
   std::int32_t* freed =
       nullptr;  ///< receives the pages without any owner left, in the order of `released`
   std::int32_t* freed_count = nullptr;  ///< [1]: how many
-  DevicePages free{};                   ///< receives them too; none: the engine sees to it
+  std::int32_t* indptr = nullptr;       ///< compressed rows: the same array as `view.table.indptr`
+  std::int32_t* last_page_len = nullptr;  ///< the same array as `view.last_page_len`; null: none
+  DevicePages free{};                     ///< receives them too; none: the engine sees to it
 };
 
 }  // namespace kvtrim::cuda

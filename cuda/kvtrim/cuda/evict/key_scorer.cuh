@@ -20,22 +20,22 @@ namespace detail {
 template <class Params, KeyScore Score>
 struct KeyScorer {
   static constexpr bool by_position = false;
+  static constexpr bool makes_scores = true;
   [[nodiscard]] static constexpr bool reads_positions(const Params&) noexcept { return false; }
   [[nodiscard]] static cudaError_t prepare(const Params&,
                                            const CacheView&,
                                            const DeviceObservation&) noexcept {
     return prepare_key_scores();
   }
-  [[nodiscard]] static std::size_t workspace_bytes(const Params&, const PlanShape& shape) noexcept {
+  [[nodiscard]] static std::size_t workspace_bytes(const Params&,
+                                                   const PlanBounds& shape) noexcept {
     CacheView view;
     view.sequences = shape.sequences;
     view.layers = shape.layers;
     view.kv_heads = shape.kv_heads;
     view.scope = shape.scope;
     view.k.head_dim = shape.head_dim;
-    WorkspaceLayout layout;
-    static_cast<void>(layout.take<float>(score_rows(shape)));
-    return layout.bytes() + key_scores_workspace_bytes(Score, view);
+    return key_scores_workspace_bytes(Score, view);
   }
   [[nodiscard]] static bool check(const Params&,
                                   const CacheView& view,
@@ -47,20 +47,16 @@ struct KeyScorer {
                                           const DeviceObservation&,
                                           const ScorerCall& call,
                                           RowScores& rows) noexcept {
-    const PlanShape& shape = call.shape;
-    WorkspaceLayout layout(call.workspace, call.bytes);
-    float* const scores = layout.take<float>(score_rows(shape));
-    if (!layout.ok() || view.k.head_dim > shape.head_dim) { return cudaErrorInvalidValue; }
-    rows = {};
-    rows.scores = SequencePlane::dense(scores, shape.layers, shape.kv_heads, shape.max_rows);
-    rows.positions = view.positions;
-    return key_scores(Score,
-                      view,
-                      rows.scores,
-                      {shape.max_rows, 0, call.active},
-                      static_cast<std::byte*>(call.workspace) + layout.bytes(),
-                      call.bytes - layout.bytes(),
-                      call.stream);
+    const PlanBounds& shape = call.shape;
+    if (view.k.head_dim > shape.head_dim) { return cudaErrorInvalidValue; }
+    rows = call.made(view);
+    return key_scores_into(Score,
+                           view,
+                           call.scores,
+                           {shape.max_rows, 0, call.active},
+                           call.workspace,
+                           call.bytes,
+                           call.stream);
   }
 };
 

@@ -63,12 +63,16 @@ struct DevicePolicy {
            : lists_rows(removal) ? top_k_workspace_bytes(select_bounds(shape))
                                  : 0;
   }
-  /// Bytes of all of it but the scorer's.
-  [[nodiscard]] static std::size_t bytes(const PlanBounds& shape, Removal removal) noexcept {
+  /// Bytes of all of it. Rows are listed when the scorer has ended, and lie where it worked: at the end.
+  [[nodiscard]] static std::size_t bytes(const PlanBounds& shape,
+                                         Removal removal,
+                                         std::size_t score_bytes,
+                                         std::size_t scorer_bytes) noexcept {
     WorkspaceLayout layout;
     static_cast<void>(take_plan(layout, shape));
-    return layout.bytes() + select_bytes(shape, removal) +
-           (lists_rows(removal) ? row_list_bytes(shape) : 0);
+    const std::size_t lists = lists_rows(removal) ? row_list_bytes(shape) : 0;
+    return layout.bytes() + select_bytes(shape, removal) + score_bytes +
+           (lists < scorer_bytes ? scorer_bytes : lists);
   }
   /// The way of removal, before a table is looked at.
   [[nodiscard]] static Removal removal(const P& policy, Removal asked, bool out_of_place) noexcept {
@@ -95,7 +99,10 @@ struct OwnScores {
   const P& policy;
   const DeviceObservation& obs;
 
-  [[nodiscard]] std::size_t bytes(const PlanShape& shape) const noexcept {
+  [[nodiscard]] static std::size_t score_bytes(const PlanBounds& shape) noexcept {
+    return Scorer::makes_scores ? score_list_bytes(shape) : 0;
+  }
+  [[nodiscard]] std::size_t bytes(const PlanBounds& shape) const noexcept {
     return Scorer::workspace_bytes(policy.scorer(), shape);
   }
   [[nodiscard]] bool check(const CacheView& view) const noexcept {
@@ -115,7 +122,8 @@ struct OwnScores {
 struct ReadyScores {
   const GivenScores& given;
 
-  [[nodiscard]] static std::size_t bytes(const PlanShape&) noexcept { return 0; }
+  [[nodiscard]] static std::size_t score_bytes(const PlanBounds&) noexcept { return 0; }
+  [[nodiscard]] static std::size_t bytes(const PlanBounds&) noexcept { return 0; }
   [[nodiscard]] bool check(const CacheView&) const noexcept {
     const SequencePlane& p = given.scores;
     return p && p.element_bytes == 4 && aligned_to(4, p.base) &&
@@ -125,7 +133,7 @@ struct ReadyScores {
   [[nodiscard]] cudaError_t launch(const CacheView& view,
                                    const ScorerCall&,
                                    RowScores& rows) const noexcept {
-    rows = {given.scores, {}, view.positions, false};
+    rows = {given.scores, {}, view.positions, false, nullptr};
     return cudaSuccess;
   }
 };
@@ -150,13 +158,15 @@ template <Policy P, class Ranking>
   const PlanBounds& shape = workspace.shape;
   input.removal = Kind::removal(policy, options.removal, options.out_of_place);
   const std::size_t select_bytes = Kind::select_bytes(shape, input.removal);
+  const std::size_t score_bytes = ranking.score_bytes(shape);
   const std::size_t scorer_bytes = ranking.bytes(shape);
   WorkspaceLayout layout;
   static_cast<void>(take_plan(layout, shape));
   const DevicePlan made = device_plan(workspace);
   if (!fits(view, shape) || made.report == nullptr || pools_of(view) > made.pools ||
-      workspace.bytes < Kind::bytes(shape, input.removal) + scorer_bytes || !ranking.check(view) ||
-      !Kind::order_is_free(policy, view) ||
+      shape.max_evicted < 0 || shape.total_rows < 0 ||
+      workspace.bytes < Kind::bytes(shape, input.removal, score_bytes, scorer_bytes) ||
+      !ranking.check(view) || !Kind::order_is_free(policy, view) ||
       (options.out_of_place &&
        (options.spare_pages == nullptr || options.spare_count == nullptr))) {
     return cudaErrorInvalidValue;
@@ -200,8 +210,15 @@ template <Policy P, class Ranking>
   if (!closed) {
     e = launch(open_kernel<P>, checks, threads, 0, stream, policy, view, made, input);
     std::byte* const rest = static_cast<std::byte*>(workspace.memory) + layout.bytes();
+    std::byte* const scores = rest + select_bytes;
     RowScores rows;
-    const ScorerCall call{shape, made.active, rest + select_bytes, scorer_bytes, stream, made};
+    const ScorerCall call{shape,
+                          made.active,
+                          scores + score_bytes,
+                          scorer_bytes,
+                          stream,
+                          made,
+                          {{}, reinterpret_cast<float*>(scores), made.tasks}};
     if (e == cudaSuccess) { e = ranking.launch(view, call, rows); }
     if (e != cudaSuccess) { return e; }
     if constexpr (Kind::by_page) {
@@ -274,8 +291,11 @@ template <Policy P>
                                                const DevicePlanOptions& options = {}) noexcept {
   using Kind = detail::DevicePolicy<P>;
   const DeviceObservation none;
-  return Kind::bytes(shape, Kind::removal(policy, options.removal, options.out_of_place)) +
-         detail::OwnScores<P>{policy, none}.bytes(shape);
+  const detail::OwnScores<P> own{policy, none};
+  return Kind::bytes(shape,
+                     Kind::removal(policy, options.removal, options.out_of_place),
+                     own.score_bytes(shape),
+                     own.bytes(shape));
 }
 /// The same for scores that are given.
 template <Policy P>
@@ -284,7 +304,7 @@ template <Policy P>
                                                const GivenScores&,
                                                const DevicePlanOptions& options = {}) noexcept {
   using Kind = detail::DevicePolicy<P>;
-  return Kind::bytes(shape, Kind::removal(policy, options.removal, options.out_of_place));
+  return Kind::bytes(shape, Kind::removal(policy, options.removal, options.out_of_place), 0, 0);
 }
 
 /// Plans what an eviction by `policy` does to every sequence of `view`. Writes nothing except the workspace.

@@ -40,7 +40,7 @@ template <Policy P, class Source>
                                   const DeviceTables& out,
                                   cudaStream_t stream,
                                   const DeviceStepOptions& options) noexcept {
-  if (!tables_fit(view, out)) { return cudaErrorInvalidValue; }
+  if (!tables_fit(view, out) || out.indptr != nullptr) { return cudaErrorInvalidValue; }
   const PlanPass pass{true, options.written};
   cudaError_t e = with_ranking(policy, source, [&](const auto& ranking, const auto& input) {
     return plan_by(policy, view, ranking, input, workspace, stream, options, pass);

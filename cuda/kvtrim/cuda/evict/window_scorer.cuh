@@ -18,6 +18,7 @@ namespace kvtrim::cuda {
 template <>
 struct DeviceScorer<WindowParams> {
   static constexpr bool by_position = false;
+  static constexpr bool makes_scores = true;
   [[nodiscard]] static constexpr bool reads_positions(const WindowParams&) noexcept { return true; }
   [[nodiscard]] static cudaError_t prepare(const WindowParams&,
                                            const CacheView& view,
@@ -26,7 +27,7 @@ struct DeviceScorer<WindowParams> {
   }
 
   [[nodiscard]] static std::size_t workspace_bytes(const WindowParams& params,
-                                                   const PlanShape& shape) noexcept {
+                                                   const PlanBounds& shape) noexcept {
     // A view and queries as large as the shape allows: ragged rows, no LSE, states and positions.
     static const std::int32_t ragged = 0;
     static SequenceState state;
@@ -43,10 +44,18 @@ struct DeviceScorer<WindowParams> {
     queries.block.query_heads = shape.query_heads;
     queries.block.rows = shape.query_rows;
     queries.block.row_counts = &ragged;
-    detail::WorkspaceLayout layout;
-    static_cast<void>(layout.take<float>(detail::score_rows(shape)));
-    return layout.bytes() +
-           window_scores_workspace_bytes(params, view, queries, {shape.max_rows, 0});
+    return window_scores_workspace_bytes(params, view, queries, score_bounds(shape));
+  }
+  /// What a plan's bounds say of the rows that are scored.
+  [[nodiscard]] static ScoreBounds score_bounds(const PlanBounds& shape) noexcept {
+    ScoreBounds bounds;
+    bounds.max_rows = shape.max_rows;
+    // As many as the entries that there is room for: more of them are refused before anything is scored.
+    if (shape.total_rows > 0) {
+      bounds.total_rows =
+          shape.total_rows + static_cast<std::int64_t>(shape.sequences) * shape.page_size;
+    }
+    return bounds;
   }
 
   [[nodiscard]] static bool check(const WindowParams& params,
@@ -61,27 +70,21 @@ struct DeviceScorer<WindowParams> {
                                           const DeviceObservation& obs,
                                           const ScorerCall& call,
                                           RowScores& rows) noexcept {
-    const PlanShape& shape = call.shape;
+    const PlanBounds& shape = call.shape;
     if (obs.queries.query_heads > shape.query_heads || view.k.head_dim > shape.head_dim) {
       return cudaErrorInvalidValue;
     }
-    detail::WorkspaceLayout layout(call.workspace, call.bytes);
-    float* const scores = layout.take<float>(detail::score_rows(shape));
-    if (!layout.ok()) { return cudaErrorInvalidValue; }
-    rows = {};
-    rows.scores = SequencePlane::dense(scores, shape.layers, shape.kv_heads, shape.max_rows);
-    rows.positions = view.positions;
-    ScoreBounds bounds;
-    bounds.max_rows = shape.max_rows;
+    rows = call.made(view);
+    ScoreBounds bounds = score_bounds(shape);
     bounds.active = call.active;
-    return window_scores(params,
-                         view,
-                         {obs.queries, obs.query_dtype},
-                         rows.scores,
-                         bounds,
-                         static_cast<std::byte*>(call.workspace) + layout.bytes(),
-                         call.bytes - layout.bytes(),
-                         call.stream);
+    return detail::window_scores_into(params,
+                                      view,
+                                      {obs.queries, obs.query_dtype},
+                                      call.scores,
+                                      bounds,
+                                      call.workspace,
+                                      call.bytes,
+                                      call.stream);
   }
 };
 
@@ -92,11 +95,11 @@ inline constexpr int layer_threads = 256;
 // A block: a layer of a sequence. One set of scores for its heads, which must hold the same tokens in the same rows: the mean,
 // added up in the host's order.
 template <class = void>
-__global__ void KVTRIM_LAUNCH_BOUNDS(layer_threads) layer_mean_kernel(CacheView view,
-                                                                      std::int32_t max_rows,
-                                                                      const std::int32_t* active,
-                                                                      SequencePlane scores,
-                                                                      DevicePlan plan) {
+__global__ void KVTRIM_LAUNCH_BOUNDS(layer_threads, 2) layer_mean_kernel(CacheView view,
+                                                                         std::int32_t max_rows,
+                                                                         const std::int32_t* active,
+                                                                         ScoreRows scores,
+                                                                         DevicePlan plan) {
   for (std::int32_t i = static_cast<std::int32_t>(blockIdx.x); i < view.sequences * view.layers;
        i += static_cast<std::int32_t>(gridDim.x)) {
     const SequenceId s{i / view.layers};
@@ -104,6 +107,7 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(layer_threads) layer_mean_kernel(CacheView 
     if (failed_before(plan, s, phase_scores)) { continue; }  // the lengths cannot be trusted
     const std::int32_t extent = bounded_extent(view, s, l, HeadId{0}, max_rows);
     const std::int32_t hole = view.state(s, l, HeadId{0}).append_row;
+    const std::int64_t item = static_cast<std::int64_t>(i) * view.kv_heads;
     bool same = true;
     bool any = false;
     for (std::int32_t h = 0; h < view.kv_heads; ++h) {
@@ -121,13 +125,13 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(layer_threads) layer_mean_kernel(CacheView 
         same = same &&
                (one_order || view.position(s, l, head, r) == view.position(s, l, HeadId{0}, r));
         if (!any) { continue; }
-        const float x = *reinterpret_cast<const float*>(scores.row(s, l, head, r));
+        const float x = *scores.at(s, l, head, item + h, r);
         sum = h == 0 ? x : __fadd_rn(sum, x);
       }
       if (!any) { continue; }
       sum = __fdiv_rn(sum, static_cast<float>(view.kv_heads));
       for (std::int32_t h = 0; h < view.kv_heads; ++h) {
-        *reinterpret_cast<float*>(scores.row(s, l, HeadId{h}, r)) = sum;
+        *scores.at(s, l, HeadId{h}, item + h, r) = sum;
       }
     }
     if (!same) {
@@ -143,6 +147,7 @@ template <>
 struct DeviceScorer<TovaParams> {
   using Window = DeviceScorer<WindowParams>;
   static constexpr bool by_position = false;
+  static constexpr bool makes_scores = true;
   static constexpr WindowParams window{.window = 1, .kernel = 1, .own_columns = true};
 
   [[nodiscard]] static constexpr bool reads_positions(const TovaParams&) noexcept { return true; }
@@ -153,7 +158,7 @@ struct DeviceScorer<TovaParams> {
     return e != cudaSuccess ? e : Window::prepare(window, view, obs);
   }
   [[nodiscard]] static std::size_t workspace_bytes(const TovaParams&,
-                                                   const PlanShape& shape) noexcept {
+                                                   const PlanBounds& shape) noexcept {
     return Window::workspace_bytes(window, shape);
   }
   [[nodiscard]] static bool check(const TovaParams&,
@@ -177,7 +182,7 @@ struct DeviceScorer<TovaParams> {
                           view,
                           call.shape.max_rows,
                           call.active,
-                          rows.scores,
+                          call.scores,
                           call.plan);
   }
 };

@@ -9,7 +9,8 @@
 #include <kvtrim/core/status.hpp>
 #include <kvtrim/cuda/detail/device.hpp>
 #include <kvtrim/cuda/detail/workspace.hpp>
-#include <kvtrim/cuda/select/top_k.cuh>
+#include <kvtrim/cuda/select/detail/keys.cuh>
+#include <kvtrim/cuda/select/select_task.cuh>
 #include <kvtrim/parallel/communicator.hpp>
 #include <kvtrim/parallel/detail/radix_rounds.hpp>
 
@@ -61,7 +62,7 @@ KVTRIM_DEVICE bool ranked_key(const RankedArgs& a,
                               std::int32_t e,
                               std::uint64_t& key) {
   if (e == task.hole) { return false; }
-  const SelectItem at = item_of(a.bounds, item);
+  const HeadPlace at = place_of(a.bounds, item);
   const std::int32_t position =
       a.rows.positions ? a.rows.positions.load<std::int32_t>(at.s, at.l, at.h, e) : e;
   if (position < task.begin || position >= task.end) { return false; }

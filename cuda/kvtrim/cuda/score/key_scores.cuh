@@ -7,10 +7,12 @@
 #include <kvtrim/cache/cache_view.hpp>
 #include <kvtrim/cuda/detail/block_scan.cuh>
 #include <kvtrim/cuda/detail/device.hpp>
+#include <kvtrim/cuda/detail/head_place.cuh>
 #include <kvtrim/cuda/detail/workspace.hpp>
 #include <kvtrim/cuda/observe/detail/attention_args.cuh>
 #include <kvtrim/cuda/observe/detail/key_tiles.cuh>
 #include <kvtrim/cuda/observe/detail/queries.cuh>
+#include <kvtrim/cuda/select/select_task.cuh>
 
 #include <cmath>
 #include <cstddef>
@@ -34,7 +36,7 @@ struct KeyScoreArgs {
   CacheView view;
   TileList tiles;
   float* directions;  // [items, head_dim]
-  SequencePlane scores;
+  ScoreRows scores;
   KeyScore score;
 };
 
@@ -105,9 +107,7 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(key_threads, 2) key_direction_kernel(KeySco
   const std::int32_t items = view.sequences * view.layers * view.kv_heads;
   for (std::int32_t item = static_cast<std::int32_t>(blockIdx.x); item < items;
        item += static_cast<std::int32_t>(gridDim.x)) {
-    const SequenceId s{item / (view.layers * view.kv_heads)};
-    const LayerId l{item / view.kv_heads % view.layers};
-    const HeadId h{item % view.kv_heads};
+    const auto [s, l, h] = head_place(item, view.layers, view.kv_heads);
     const std::int32_t t = view.table_of(l, h);
     if (a.tiles.active != nullptr && a.tiles.active[view.table_index(s, t)] == 0) { continue; }
     const std::int32_t extent = bounded_extent(view, s, l, h, a.tiles.max_rows);
@@ -149,7 +149,7 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(key_threads, 2) key_direction_kernel(KeySco
 
 // A warp: one row of a tile.
 template <class = void>
-__global__ void KVTRIM_LAUNCH_BOUNDS(key_threads) key_scores_kernel(KeyScoreArgs a) {
+__global__ void KVTRIM_LAUNCH_BOUNDS(key_threads, 2) key_scores_kernel(KeyScoreArgs a) {
   const CacheView& view = a.view;
   const auto warp = static_cast<std::int32_t>(threadIdx.x >> 5U);
   const std::int32_t tiles = a.tiles.starts[a.tiles.tables];
@@ -176,7 +176,7 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(key_threads) key_scores_kernel(KeyScoreArgs
         }
       }
       if ((threadIdx.x & 31U) == 0) {
-        *reinterpret_cast<float*>(a.scores.row(tile.sequence, tile.layer, tile.head, row)) = score;
+        *a.scores.at(tile.sequence, tile.layer, tile.head, tile.item, row) = score;
       }
     }
   }
@@ -200,6 +200,39 @@ struct KeyScoreMemory {
     return m;
   }
 };
+
+/// `key_scores` into a plane or a list, which is not checked.
+[[nodiscard]] inline cudaError_t key_scores_into(KeyScore score,
+                                                 const CacheView& view,
+                                                 const ScoreRows& scores,
+                                                 const ScoreBounds& bounds,
+                                                 void* workspace,
+                                                 std::size_t workspace_bytes,
+                                                 cudaStream_t stream) noexcept {
+  const std::int32_t tiles = most_tiles(view, bounds.max_rows);
+  const KeyScoreMemory m = KeyScoreMemory::take(score, view, {workspace, workspace_bytes});
+  if (!keys_readable(view) || bounds.max_rows < 0 || tiles < 0 ||
+      (tiles > 0 && !workspace_fits(workspace, workspace_bytes, m.bytes))) {
+    return cudaErrorInvalidValue;
+  }
+  if (tiles == 0) { return cudaSuccess; }
+  KeyScoreArgs a{};
+  a.view = view;
+  a.tiles = tile_list(
+      m.starts, view, tile_keys(view.k.head_dim), bounds.max_rows, bounds.min_rows, bounds.active);
+  a.directions = m.directions;
+  a.scores = scores;
+  a.score = score;
+  cudaError_t e = launch(
+      &list_tiles_kernel<list_threads>, dim3(1), dim3(list_threads), 0, stream, view, a.tiles);
+  if (e == cudaSuccess && score == KeyScore::diff) {
+    const std::int64_t items =
+        static_cast<std::int64_t>(view.sequences) * view.layers * view.kv_heads;
+    e = launch(key_direction_kernel<>, dim3(bounded_grid(items)), dim3(key_threads), 0, stream, a);
+  }
+  if (e != cudaSuccess) { return e; }
+  return launch(key_scores_kernel<>, dim3(bounded_grid(tiles)), dim3(key_threads), 0, stream, a);
+}
 
 }  // namespace detail
 
@@ -243,30 +276,8 @@ struct KeyScoreMemory {
                                             void* workspace,
                                             std::size_t workspace_bytes,
                                             cudaStream_t stream) noexcept {
-  using namespace detail;
-  const std::int32_t tiles = most_tiles(view, bounds.max_rows);
-  const KeyScoreMemory m = KeyScoreMemory::take(score, view, {workspace, workspace_bytes});
-  if (!keys_readable(view) || !own_float_plane(scores, view) || bounds.max_rows < 0 || tiles < 0 ||
-      (tiles > 0 && !workspace_fits(workspace, workspace_bytes, m.bytes))) {
-    return cudaErrorInvalidValue;
-  }
-  if (tiles == 0) { return cudaSuccess; }
-  KeyScoreArgs a{};
-  a.view = view;
-  a.tiles = tile_list(
-      m.starts, view, tile_keys(view.k.head_dim), bounds.max_rows, bounds.min_rows, bounds.active);
-  a.directions = m.directions;
-  a.scores = scores;
-  a.score = score;
-  cudaError_t e = launch(
-      &list_tiles_kernel<list_threads>, dim3(1), dim3(list_threads), 0, stream, view, a.tiles);
-  if (e == cudaSuccess && score == KeyScore::diff) {
-    const std::int64_t items =
-        static_cast<std::int64_t>(view.sequences) * view.layers * view.kv_heads;
-    e = launch(key_direction_kernel<>, dim3(bounded_grid(items)), dim3(key_threads), 0, stream, a);
-  }
-  if (e != cudaSuccess) { return e; }
-  return launch(key_scores_kernel<>, dim3(bounded_grid(tiles)), dim3(key_threads), 0, stream, a);
+  if (!detail::own_float_plane(scores, view)) { return cudaErrorInvalidValue; }
+  return detail::key_scores_into(score, view, {scores}, bounds, workspace, workspace_bytes, stream);
 }
 
 }  // namespace kvtrim::cuda

@@ -6,7 +6,9 @@
 // in the order of the tiles, so that no result depends on how many blocks there are.
 
 #include <kvtrim/core/order_key.hpp>
+#include <kvtrim/cuda/detail/head_place.cuh>
 #include <kvtrim/cuda/observe/detail/instances.cuh>
+#include <kvtrim/cuda/select/select_task.cuh>
 #include <kvtrim/policy/window_params.hpp>
 
 #include <algorithm>
@@ -45,9 +47,7 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(Threads)
         __syncthreads();
         for (int k = 0; k < Threads; ++k) { rank += positions[k] < position ? 1 : 0; }
       }
-      if (mine) {
-        ranks[static_cast<std::int64_t>(tile.item) * list.max_rows + tile.live_index(row)] = rank;
-      }
+      if (mine) { ranks[rows_before(list, tile, i) + tile.live_index(row)] = rank; }
     }
   }
 }
@@ -65,17 +65,22 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(Threads)
        x < all;
        x += warps) {
     const auto item = static_cast<std::int32_t>(x / a.most_queries);
-    const HeadId h{item % a.view.kv_heads};
-    const LayerId l{item / a.view.kv_heads % a.view.layers};
-    const SequenceId s{item / (a.view.kv_heads * a.view.layers)};
+    const auto [s, l, h] = head_place(item, a.view.layers, a.view.kv_heads);
     const std::int32_t table = raw(s) * tables_each + a.view.table_of(l, h);
     const std::int32_t p = static_cast<std::int32_t>(x % a.most_queries);
     if (a.tiles.starts[table] == a.tiles.starts[table + 1] ||
         a.view.live_rows(s, l, h) <= a.unscored || p >= query_range(a, s, pad).count()) {
       continue;  // has no partials
     }
-    const std::int32_t extent = bounded_extent(a.view, s, l, h, a.tiles.max_rows);
-    const std::int32_t tiles = (extent + a.tiles.keys - 1) / a.tiles.keys;
+    const std::int32_t tiles = tiles_of(a.tiles, bounded_extent(a.view, s, l, h, a.tiles.max_rows));
+    const std::int32_t heads_before = a.view.scope == TableScope::group
+                                          ? raw(l) * a.view.kv_heads + raw(h)
+                                      : a.view.scope == TableScope::layer ? raw(h)
+                                                                          : 0;
+    const std::int64_t tiles_before =
+        a.tiles.starts[table] + static_cast<std::int64_t>(heads_before) * tiles;
+    const float2* const parts =
+        a.partials + tiles_before * a.most_queries + static_cast<std::int64_t>(p) * tiles;
     float largest = -infinity;
     float sum = 0;
     const auto add = [&](float other_largest, float other_sum) {
@@ -85,7 +90,7 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(Threads)
       largest = both;
     };
     for (std::int32_t i = lane; i < tiles; i += 32) {
-      const float2 part = a.partials[x * a.most_tiles + i];
+      const float2 part = parts[i];
       add(part.x, part.y);
     }
     KVTRIM_UNROLL
@@ -115,13 +120,13 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(Threads) pool_kernel(CacheView view,
                                                           std::int32_t unscored,
                                                           const float* raw_scores,
                                                           const std::int32_t* ranks,
-                                                          SequencePlane out) {
+                                                          ScoreRows out) {
   const int thread = static_cast<int>(threadIdx.x);
   const std::int32_t tiles = list.starts[list.tables];
   for (std::int32_t i = static_cast<std::int32_t>(blockIdx.x); i < tiles;
        i += static_cast<std::int32_t>(gridDim.x)) {
     const KeyTile tile = tile_at(view, list, i);
-    const std::int64_t item_rows = static_cast<std::int64_t>(tile.item) * list.max_rows;
+    const std::int64_t item_rows = rows_before(list, tile, i);
     const float* const in = raw_scores + item_rows;
     const std::int32_t scored = tile.live - unscored;
     const std::int32_t columns = params.columns == PoolColumns::all_columns ? tile.live : scored;
@@ -151,12 +156,12 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(Threads) pool_kernel(CacheView view,
           value = __fdiv_rn(value, static_cast<float>(params.kernel));
         }
       }
-      *reinterpret_cast<float*>(out.row(tile.sequence, tile.layer, tile.head, row)) = value;
+      *out.at(tile.sequence, tile.layer, tile.head, tile.item, row) = value;
     }
   }
 }
 
-/// Pieces of the workspace of `window_scores`.
+/// Pieces of the workspace of `window_scores`. Partials are read before raw scores and ranks are written: they share memory.
 struct WindowMemory {
   std::int32_t* starts = nullptr;
   float* raw = nullptr;
@@ -166,7 +171,7 @@ struct WindowMemory {
   std::size_t bytes = 0;
   std::int32_t items = 0;
   std::int32_t most_queries = 0;
-  std::int32_t most_tiles = 0;  // per table
+  std::int32_t tiles = 0;  // of all KV heads; -1: more than can be counted
 
   static WindowMemory take(const WindowParams& params,
                            const CacheView& view,
@@ -179,29 +184,131 @@ struct WindowMemory {
         b.row_counts == nullptr ? std::min(b.rows, params.window) : params.window;
     const std::int32_t keys = tile_keys(view.k.head_dim);
     m.items = view.sequences * view.layers * view.kv_heads;
-    m.most_tiles = static_cast<std::int32_t>(
-        (static_cast<std::int64_t>(std::max(0, bounds.max_rows)) + keys - 1) / keys);
+    const std::int64_t tiles = most_tiles(view, keys, bounds.max_rows, bounds.total_rows);
+    m.tiles = tiles < 0x7FFF'FFFF ? static_cast<std::int32_t>(tiles) : -1;
     m.most_queries = b.query_heads / std::max(1, view.kv_heads) * ((votes + 7) / 8 * 8);
-    const std::int64_t rows = static_cast<std::int64_t>(m.items) * std::max(0, bounds.max_rows);
+    // In tiles of the largest size: enough for any head dim up to that of the bounds.
+    constexpr std::int32_t wide = tile_keys(1);
+    const std::int64_t rows = wide * most_tiles(view, wide, bounds.max_rows, bounds.total_rows);
     const std::int64_t voters = static_cast<std::int64_t>(m.items) * m.most_queries;
     m.starts = layout.take<std::int32_t>(
         static_cast<std::int64_t>(view.sequences) * view.tables_per_sequence() + 1);
+    if (b.lse == nullptr) { m.lse2 = layout.take<float>(voters); }
+    WorkspaceLayout instead = layout;
     m.raw = layout.take<float>(rows);
     // Without states, every table is a fresh prompt; without positions, a row's position is its index.
     if (view.states != nullptr && view.positions) { m.ranks = layout.take<std::int32_t>(rows); }
-    if (b.lse == nullptr) {
-      m.lse2 = layout.take<float>(voters);
-      m.partials = layout.take<float2>(voters * m.most_tiles);
-    }
-    m.bytes = layout.bytes();
+    if (b.lse == nullptr) { m.partials = instead.take<float2>(tiles * m.most_queries); }
+    m.bytes = std::max(layout.bytes(), instead.bytes());
     return m;
   }
 };
 
+/// `window_scores` into a plane or a list, which is not checked.
+[[nodiscard]] inline cudaError_t window_scores_into(
+    const WindowParams& params,
+    const CacheView& view,
+    const DeviceQueries& queries,
+    const ScoreRows& scores,
+    const ScoreBounds& bounds,
+    void* workspace,
+    std::size_t workspace_bytes,
+    cudaStream_t stream,
+    ScorePath path = ScorePath::automatic) noexcept {
+  if (!readable_on_device(view, queries) || params.window < 1 || params.kernel < 1 ||
+      params.kernel % 2 == 0 || params.sums != Sums::floating || bounds.max_rows < 0 ||
+      bounds.total_rows < 0) {
+    return cudaErrorInvalidValue;
+  }
+  const AttentionChoice attention = choose_attention(view, queries, path);
+  const WindowMemory m =
+      WindowMemory::take(params, view, queries, bounds, {workspace, workspace_bytes});
+  const std::int32_t tiles = m.tiles;
+  if (attention.kernel == nullptr || tiles < 0 || most_tiles(view, bounds.max_rows) < 0 ||
+      (tiles > 0 && !workspace_fits(workspace, workspace_bytes, m.bytes))) {
+    return cudaErrorInvalidValue;
+  }
+  if (tiles == 0) { return cudaSuccess; }
+
+  AttentionArgs a{};
+  a.view = view;
+  a.queries = queries;
+  if (queries.block.scale == 0) {
+    a.queries.block.scale = 1.0F / std::sqrt(static_cast<float>(view.k.head_dim));
+  }
+  a.tiles = tile_list(
+      m.starts, view, tile_keys(view.k.head_dim), bounds.max_rows, bounds.min_rows, bounds.active);
+  a.chunk_stride = key_chunk_stride(view.k);
+  a.most_queries = m.most_queries;
+  a.tiles.most = tiles;
+  a.tiles.status = bounds.status;
+  a.window = params.window;
+  a.unscored = params.unscored();
+  a.rows = params.rows;
+  a.group = params.group;
+  a.query_vectors = queries_aligned(queries, queries.dtype == DType::f32 ? 16 : 8);
+  a.decay = 1;
+  a.raw = m.raw;
+  a.ranks = m.ranks;
+  a.partials = m.partials;
+
+  const unsigned blocks = bounded_grid(tiles);
+  cudaError_t error = launch(
+      &list_tiles_kernel<list_threads>, dim3(1), dim3(list_threads), 0, stream, view, a.tiles);
+  if (error == cudaSuccess && m.partials != nullptr) {
+    a.use = AttentionUse::partials;
+    error = launch(attention.kernel, dim3(blocks), dim3(attention_threads), 0, stream, a);
+    if (error == cudaSuccess) {
+      const std::int64_t warps = static_cast<std::int64_t>(m.items) * m.most_queries;
+      error = launch(&combine_partials_kernel<pool_threads>,
+                     dim3(bounded_grid((warps + 3) / 4)),
+                     dim3(pool_threads),
+                     0,
+                     stream,
+                     a,
+                     attention.pad,
+                     m.items,
+                     m.lse2);
+    }
+    a.lse2 = m.lse2;
+  }
+  if (error == cudaSuccess && m.ranks != nullptr) {
+    error = launch(&rank_rows_kernel<pool_threads>,
+                   dim3(blocks),
+                   dim3(pool_threads),
+                   0,
+                   stream,
+                   view,
+                   a.tiles,
+                   m.ranks);
+  }
+  if (error == cudaSuccess) {
+    a.use = AttentionUse::window_scores;
+    error = launch(attention.kernel, dim3(blocks), dim3(attention_threads), 0, stream, a);
+  }
+  if (error == cudaSuccess) {
+    error = launch(&pool_kernel<pool_threads>,
+                   dim3(blocks),
+                   dim3(pool_threads),
+                   0,
+                   stream,
+                   view,
+                   a.tiles,
+                   params,
+                   a.unscored,
+                   static_cast<const float*>(m.raw),
+                   static_cast<const std::int32_t*>(m.ranks),
+                   scores);
+  }
+  return error;
+}
+
 }  // namespace detail
 
-/// Working space of `window_scores`, a multiple of 256 bytes: 4 bytes per row and KV head; 8 with positions; without an LSE
-/// another 8 bytes per query and tile of keys.
+/// Working space of `window_scores`, a multiple of 256 bytes: 4 bytes per row and KV head, 8 with states and positions; or,
+/// without an LSE, 8 bytes per query and tile of 128 keys (of 64 above a head dim of 128), if that is more. Rows are counted
+/// in whole tiles of 128: `total_rows` and one tile for each sequence where a total is given, `max_rows` each otherwise. Also 4
+/// bytes per table, and without an LSE 4 per KV head and query. Monotone in every bound.
 [[nodiscard]] inline std::size_t window_scores_workspace_bytes(const WindowParams& params,
                                                                const CacheView& view,
                                                                const DeviceQueries& queries,
@@ -235,7 +342,8 @@ struct WindowMemory {
 ///
 /// \param view        pointers inside it are device pointers
 /// \param queries     likewise; `block.scale` 0 means 1 / sqrt(head_dim)
-/// \param[out] scores fp32 by row; a hole's is 0; not written for tables with at most `bounds.min_rows` live rows
+/// \param[out] scores fp32 by row; a hole's is 0; not written for tables with at most `bounds.min_rows` live rows, nor at all
+///   if there are more rows than `bounds.total_rows` (in whole tiles): `bounds.status` says so
 /// \param workspace   [window_scores_workspace_bytes(...)], at a multiple of 256; one per stream
 /// \pre the tables name a page for every live row of the tables that are scored
 /// \returns `cudaErrorInvalidValue` before anything is launched: dtype or head dim without a kernel, an address or a
@@ -265,92 +373,9 @@ struct WindowMemory {
                                                std::size_t workspace_bytes,
                                                cudaStream_t stream,
                                                ScorePath path = ScorePath::automatic) noexcept {
-  using namespace detail;
-  if (!readable_on_device(view, queries) || params.window < 1 || params.kernel < 1 ||
-      params.kernel % 2 == 0 || params.sums != Sums::floating || !own_float_plane(scores, view) ||
-      bounds.max_rows < 0) {
-    return cudaErrorInvalidValue;
-  }
-  const AttentionChoice attention = choose_attention(view, queries, path);
-  const std::int32_t tiles = most_tiles(view, bounds.max_rows);
-  const WindowMemory m =
-      WindowMemory::take(params, view, queries, bounds, {workspace, workspace_bytes});
-  if (attention.kernel == nullptr || tiles < 0 ||
-      (tiles > 0 && !workspace_fits(workspace, workspace_bytes, m.bytes))) {
-    return cudaErrorInvalidValue;
-  }
-  if (tiles == 0) { return cudaSuccess; }
-
-  AttentionArgs a{};
-  a.view = view;
-  a.queries = queries;
-  if (queries.block.scale == 0) {
-    a.queries.block.scale = 1.0F / std::sqrt(static_cast<float>(view.k.head_dim));
-  }
-  a.tiles = tile_list(
-      m.starts, view, tile_keys(view.k.head_dim), bounds.max_rows, bounds.min_rows, bounds.active);
-  a.chunk_stride = key_chunk_stride(view.k);
-  a.most_queries = m.most_queries;
-  a.most_tiles = m.most_tiles;
-  a.window = params.window;
-  a.unscored = params.unscored();
-  a.rows = params.rows;
-  a.group = params.group;
-  a.query_vectors = queries_aligned(queries, queries.dtype == DType::f32 ? 16 : 8);
-  a.decay = 1;
-  a.raw = m.raw;
-  a.ranks = m.ranks;
-  a.partials = m.partials;
-
-  const unsigned blocks = bounded_grid(tiles);
-  cudaError_t error = launch(
-      &list_tiles_kernel<list_threads>, dim3(1), dim3(list_threads), 0, stream, view, a.tiles);
-  if (error == cudaSuccess && m.ranks != nullptr) {
-    error = launch(&rank_rows_kernel<pool_threads>,
-                   dim3(blocks),
-                   dim3(pool_threads),
-                   0,
-                   stream,
-                   view,
-                   a.tiles,
-                   m.ranks);
-  }
-  if (error == cudaSuccess && m.partials != nullptr) {
-    a.use = AttentionUse::partials;
-    error = launch(attention.kernel, dim3(blocks), dim3(attention_threads), 0, stream, a);
-    if (error == cudaSuccess) {
-      const std::int64_t warps = static_cast<std::int64_t>(m.items) * m.most_queries;
-      error = launch(&combine_partials_kernel<pool_threads>,
-                     dim3(bounded_grid((warps + 3) / 4)),
-                     dim3(pool_threads),
-                     0,
-                     stream,
-                     a,
-                     attention.pad,
-                     m.items,
-                     m.lse2);
-    }
-    a.lse2 = m.lse2;
-  }
-  if (error == cudaSuccess) {
-    a.use = AttentionUse::window_scores;
-    error = launch(attention.kernel, dim3(blocks), dim3(attention_threads), 0, stream, a);
-  }
-  if (error == cudaSuccess) {
-    error = launch(&pool_kernel<pool_threads>,
-                   dim3(blocks),
-                   dim3(pool_threads),
-                   0,
-                   stream,
-                   view,
-                   a.tiles,
-                   params,
-                   a.unscored,
-                   static_cast<const float*>(m.raw),
-                   static_cast<const std::int32_t*>(m.ranks),
-                   scores);
-  }
-  return error;
+  if (!detail::own_float_plane(scores, view)) { return cudaErrorInvalidValue; }
+  return detail::window_scores_into(
+      params, view, queries, {scores}, bounds, workspace, workspace_bytes, stream, path);
 }
 
 }  // namespace kvtrim::cuda

@@ -33,24 +33,6 @@ struct CloseShared {
   std::int32_t slot;
 };
 
-/// Index of the first of `rows[0, n)` that is not below `value + i * slope`; the differences ascend.
-KVTRIM_DEVICE std::int32_t first_not_below(const std::int32_t* rows,
-                                           std::int32_t n,
-                                           std::int32_t value,
-                                           std::int32_t slope) {
-  std::int32_t low = 0;
-  std::int32_t high = n;
-  while (low < high) {
-    const std::int32_t middle = low + (high - low) / 2;
-    if (rows[middle] < value + slope * middle) {
-      low = middle + 1;
-    } else {
-      high = middle;
-    }
-  }
-  return low;
-}
-
 /// The table that a closing block works on.
 struct ClosingTable {
   const CacheView& view;
@@ -140,9 +122,11 @@ KVTRIM_DEVICE Status close_drop(const ClosingTable& at, TablePlan& table, const 
   __syncthreads();
   if (!by_position && chosen == nullptr) {
     for (std::int32_t i = 0; i < at.heads; ++i) {
-      const std::int32_t* const rows = at.plan.rows_of(at.head_index(i));
-      for (std::int32_t k = thread; k < task.keep; k += table_threads) {
-        atomicExch(&flags[(rows[k] + table.first_row) / view.page_size], 1);
+      const RowLists rows = at.plan.lists_of(at.head_index(i));
+      for (std::int32_t e = thread; e < table.pages_before; e += table_threads) {
+        const std::int32_t begin = span.begin(e);
+        const std::int32_t end = span.end(e);
+        if (rows.gone_below(end) - rows.gone_below(begin) < end - begin) { flags[e] = 1; }
       }
     }
     __syncthreads();
@@ -221,11 +205,11 @@ KVTRIM_DEVICE Status close_overwrite(const ClosingTable& at,
   const CacheView& view = at.view;
   const std::int32_t window = table.shared_kept;
   table.shared_kept = 0;
-  const std::int32_t first_victim = at.plan.rows_of(at.head_index(0))[task.keep];
+  const std::int32_t first_victim = at.plan.lists_of(at.head_index(0)).gone[0];
   bool differs = false;
   bool shared_victim = false;
   for (std::int32_t i = thread; i < at.heads; i += table_threads) {
-    const std::int32_t victim = at.plan.rows_of(at.head_index(i))[task.keep];
+    const std::int32_t victim = at.plan.lists_of(at.head_index(i)).gone[0];
     differs = differs || victim != first_victim;
     shared_victim =
         shared_victim || at.entry_is_shared(table, (victim + table.first_row) / view.page_size);
@@ -253,7 +237,7 @@ KVTRIM_DEVICE Status close_overwrite(const ClosingTable& at,
   for (std::int32_t i = thread; i < at.heads; i += table_threads) {
     HeadPlan head;
     head.evicted = 1;
-    head.victim = at.plan.rows_of(at.head_index(i))[task.keep];
+    head.victim = at.plan.lists_of(at.head_index(i)).gone[0];
     head.moved = head.victim == slot ? 0 : 1;
     moves = moves || head.moved != 0;
     parts = parts || (head.moved != 0 && leaves_entry(view, table.first_row, slot, head.victim));
@@ -276,8 +260,11 @@ KVTRIM_DEVICE bool same_kept_rows(const DevicePlan& plan, std::int64_t a, std::i
   const SelectTask y = plan.tasks[b];
   bool differs = x.active != y.active || x.extent != y.extent || x.keep != y.keep;
   if (!differs && x.active != 0) {
-    for (std::int32_t k = static_cast<std::int32_t>(threadIdx.x); k < x.keep; k += table_threads) {
-      differs = differs || plan.rows_of(a)[k] != plan.rows_of(b)[k];
+    const RowLists p = plan.lists_of(a);
+    const RowLists q = plan.lists_of(b);
+    for (std::int32_t k = static_cast<std::int32_t>(threadIdx.x); k < p.gone_count;
+         k += table_threads) {
+      differs = differs || p.gone[k] != q.gone[k];
     }
   }
   return __syncthreads_or(differs) == 0;
@@ -318,26 +305,27 @@ KVTRIM_DEVICE Status close_pack(
   bool writes_shared = false;
   const bool fills = table.removal == Removal::fill_holes;
   for (std::int32_t i = thread; i < at.heads; i += table_threads) {
-    const std::int32_t* const rows = at.plan.rows_of(at.head_index(i));
+    const RowLists rows = at.plan.lists_of(at.head_index(i));
     HeadPlan head;
     head.kept = kept;
     head.evicted = table.live_before - kept;
     // Stable: rows before the first gap stay. Holes: rows below `kept` stay, the others fill the holes in order.
-    const std::int32_t stay =
-        fills ? first_not_below(rows, kept, kept, 0) : first_not_below(rows, kept, 1, 1);
-    head.moved = out_of_place ? kept : kept - stay;
+    const std::int32_t moved = fills                 ? rows.gone_below(kept)
+                               : rows.gone[0] < kept ? kept - rows.gone[0]
+                                                     : 0;
+    head.moved = out_of_place ? kept : moved;
     moves = moves || head.moved != 0;
     at.plan.head_plans[at.head_index(i)] = head;
   }
   moves = __syncthreads_or(moves) != 0;
   if (!out_of_place && !view.writable.all()) {
-    for (std::int32_t i = 0; i < at.heads; ++i) {
-      const std::int32_t* const rows = at.plan.rows_of(at.head_index(i));
-      const auto moved = static_cast<std::int32_t>(at.plan.head_plans[at.head_index(i)].moved);
-      for (std::int32_t k = thread; k < moved; k += table_threads) {
-        const std::int32_t to = fills ? rows[kept + k] : kept - moved + k;
-        writes_shared =
-            writes_shared || at.entry_is_shared(table, (to + table.first_row) / view.page_size);
+    const PageSpan span{kept, table.first_row, view.page_size};  // of the rows as they will be
+    for (std::int32_t e = padding + thread; e < table.pages_after; e += table_threads) {
+      if (!at.entry_is_shared(table, e)) { continue; }
+      for (std::int32_t i = 0; i < at.heads && !writes_shared; ++i) {
+        const RowLists rows = at.plan.lists_of(at.head_index(i));
+        writes_shared = fills ? rows.gone_below(span.end(e)) > rows.gone_below(span.begin(e))
+                              : rows.gone[0] < span.end(e);
       }
     }
   }
@@ -345,11 +333,11 @@ KVTRIM_DEVICE Status close_pack(
   if (ties && moves) {
     bool parts = out_of_place;  // into other pages
     for (std::int32_t i = 0; i < at.heads && !parts; ++i) {
-      const std::int32_t* const rows = at.plan.rows_of(at.head_index(i));
+      const RowLists rows = at.plan.lists_of(at.head_index(i));
       const auto moved = static_cast<std::int32_t>(at.plan.head_plans[at.head_index(i)].moved);
       for (std::int32_t k = thread; k < moved && !parts; k += table_threads) {
-        const std::int32_t to = fills ? rows[kept + k] : kept - moved + k;
-        parts = leaves_entry(view, table.first_row, rows[kept - moved + k], to);
+        const std::int32_t to = fills ? rows.gone[k] : kept - moved + k;
+        parts = leaves_entry(view, table.first_row, rows.kept_row(kept - moved + k), to);
       }
     }
     if (__syncthreads_or(parts) != 0) { return Status::planes_disagree; }

@@ -135,6 +135,10 @@ KVTRIM_DEVICE void finish_plan(const CacheView& view,
   DeviceReport report;
   Status all = Status::ok;
   report.refused = refuse_sequences(plan, any, shared, all, report);
+  // Compressed rows close up together: where one cannot be read, none moves.
+  if (view.table.indptr != nullptr && report.refused > 0 && all == Status::ok) {
+    all = report.status;
+  }
   const auto goes = [&](std::int64_t i) {
     return plan.table_plans[i].evicts && plan.refusals[i / plan.tables].status == Status::ok;
   };

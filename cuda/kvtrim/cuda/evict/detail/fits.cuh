@@ -6,14 +6,15 @@
 #include <kvtrim/cache/cache_view.hpp>
 #include <kvtrim/cuda/evict/detail/layout.cuh>
 #include <kvtrim/cuda/evict/detail/row_plane.cuh>
-#include <kvtrim/cuda/select/top_k.cuh>
+#include <kvtrim/cuda/evict/device_plan.cuh>
+#include <kvtrim/cuda/select/select_task.cuh>
 #include <kvtrim/observe/plan_shape.hpp>
 
 namespace kvtrim::cuda::detail {
 
 /// What a selection over all heads of a plan's shape is bounded by.
-[[nodiscard]] inline SelectBounds select_bounds(const PlanShape& shape) noexcept {
-  return {shape.sequences, shape.layers, shape.kv_heads, shape.max_rows};
+[[nodiscard]] inline SelectBounds select_bounds(const PlanBounds& shape) noexcept {
+  return {shape.sequences, shape.layers, shape.kv_heads, shape.max_rows, shape.max_evicted};
 }
 
 /// Whether everything the host can check is in order.

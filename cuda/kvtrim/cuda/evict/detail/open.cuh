@@ -97,7 +97,8 @@ KVTRIM_DEVICE SelectTask task_of(const P& policy,
                                  SequenceId s,
                                  LayerId l,
                                  HeadId h,
-                                 std::int64_t list) {
+                                 std::int64_t list,
+                                 std::int64_t scores) {
   const SequenceState state = view.state(s, l, h);
   const std::int32_t live = view.live_rows(s, l, h);
   const Demand demand = demand_of(policy, view, input, s, l, h);
@@ -113,6 +114,7 @@ KVTRIM_DEVICE SelectTask task_of(const P& policy,
   task.ordered = state.ordered || !view.positions ? 1 : 0;
   task.active = !evicts || (input.by_position && input.removal == Removal::drop_pages) ? 0 : 1;
   task.list = list;
+  task.scores = scores;
   return task;
 }
 
@@ -192,6 +194,7 @@ KVTRIM_DEVICE bool open_table(const P& policy,
   const bool evicts = demand.keep < live;
   bool bad_budget = false;
   bool unequal = false;
+  bool too_many = false;  // rows go for the lists of the workspace
   for (std::int32_t k = thread; k < heads; k += table_threads) {
     const std::int64_t i = at.index * heads + k;
     const LayerId l{raw(at.l) + k / heads_a_layer};
@@ -200,19 +203,25 @@ KVTRIM_DEVICE bool open_table(const P& policy,
     plan.nan_counts[i] = 0;
     SelectTask task{};
     if (readable) {
-      const std::int64_t list = (first * heads + static_cast<std::int64_t>(k) * entries);
-      task = task_of(policy, view, input, at.s, l, h, list * plan.page_size);
+      const std::int64_t rows =
+          (first * heads + static_cast<std::int64_t>(k) * entries) * plan.page_size;
+      const bool all_rows = plan.max_evicted == 0;
+      task = task_of(policy, view, input, at.s, l, h, all_rows ? rows : i * plan.max_evicted, rows);
       // A demand depends on the layer; on the head, by its budget alone.
       if (input.budgets != nullptr || k % heads_a_layer == 0) {
         bad_budget = bad_budget || input.budget(at.s, l, h) < -1;
         unequal = unequal || (task.keep < live ? task.keep : live) != (evicts ? demand.keep : live);
       }
-      if (!sound) { task.active = 0; }
+      const bool outgrows = task.active != 0 && !input.by_page && !all_rows &&
+                            task.extent - task.keep > plan.max_evicted;
+      too_many = too_many || outgrows;
+      if (!sound || outgrows) { task.active = 0; }
     }
     plan.tasks[i] = task;
   }
   bad_budget = __syncthreads_or(bad_budget) != 0;
   unequal = __syncthreads_or(unequal) != 0;
+  too_many = __syncthreads_or(too_many) != 0;
   table = {};
   Status status = Status::ok;
   if (readable) {
@@ -251,6 +260,7 @@ KVTRIM_DEVICE bool open_table(const P& policy,
     plan.table_plans[at.index] = table;
     plan.table_tiles[at.index] = evicts ? 1 : 0;  // what `finish_plan` asks
     if (status != Status::ok) { note_fault(plan, phase_open, at.s, at.t, status); }
+    if (too_many) { note_fault_of_all(plan, phase_open, Status::workspace_too_small); }
   }
   return sound && evicts && status == Status::ok;
 }
@@ -298,8 +308,8 @@ KVTRIM_DEVICE bool agrees_by_position(const P& policy,
     const HeadId h{raw(at.h) + k % heads_a_layer};
     const LayerId l0 = common.layers ? LayerId{0} : l;
     const HeadId h0 = common.heads ? HeadId{0} : h;
-    const SelectTask x = task_of(policy, view, input, at.s, l, h, 0);
-    const SelectTask y = task_of(policy, view, input, at.s, l0, h0, 0);
+    const SelectTask x = task_of(policy, view, input, at.s, l, h, 0, 0);
+    const SelectTask y = task_of(policy, view, input, at.s, l0, h0, 0, 0);
     agree = agree && x.extent == y.extent && x.keep == y.keep;
   }
   return __syncthreads_and(agree) != 0;

@@ -11,8 +11,8 @@
 #include <kvtrim/cuda/detail/device.hpp>
 #include <kvtrim/cuda/detail/workspace.hpp>
 #include <kvtrim/cuda/evict/device_plan.cuh>
+#include <kvtrim/cuda/select/detail/keys.cuh>
 #include <kvtrim/cuda/select/detail/radix.cuh>
-#include <kvtrim/cuda/select/top_k.cuh>
 #include <kvtrim/policy/page_selector.hpp>
 #include <kvtrim/select/pages.hpp>
 #include <kvtrim/select/protection.hpp>
@@ -98,10 +98,9 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(select_threads) page_scores_kernel(
   for (std::int64_t i = blockIdx.x; i < plan.heads(); i += gridDim.x) {
     const SelectTask task = plan.tasks[i];
     if (task.active == 0) { continue; }
-    const auto [s, l, h] = plan.head_at(i);
-    if (failed_before(plan, s, phase_select)) { continue; }
-    const SelectItem at{s, l, h};
-    const PageSpan span{task.extent, view.first_row(s), view.page_size};
+    const HeadPlace at = plan.head_at(i);
+    if (failed_before(plan, at.s, phase_select)) { continue; }
+    const PageSpan span{task.extent, view.first_row(at.s), view.page_size};
     if (thread == 0) {
       shared.floor = order_key(0.0F);
       shared.nan = 0;

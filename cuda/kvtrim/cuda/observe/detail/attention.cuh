@@ -33,16 +33,16 @@ KVTRIM_DEVICE float2 partial_of_block(const float2 (&parts)[Warps]) {
 /// Ends a row of window scores: `group` over `heads` that had a vote.
 KVTRIM_DEVICE void write_window_score(const AttentionArgs& a,
                                       const KeyTile& tile,
+                                      std::int64_t rows_before,
                                       std::int32_t row,
                                       float group,
                                       std::int32_t heads,
                                       bool is_bad) {
   const float mean =
       a.group == Reduction::mean ? __fdiv_rn(group, static_cast<float>(heads)) : group;
-  const std::int64_t item_rows = static_cast<std::int64_t>(tile.item) * a.tiles.max_rows;
   const std::int32_t live = tile.live_index(row);
   const bool by_rank = a.ranks != nullptr && !tile.ordered;
-  a.raw[item_rows + (by_rank ? a.ranks[item_rows + live] : live)] =
+  a.raw[rows_before + (by_rank ? a.ranks[rows_before + live] : live)] =
       heads == 0 || is_bad ? not_a_number : mean;
 }
 
@@ -256,9 +256,10 @@ KVTRIM_DEVICE void attend(const AttentionArgs& a,
           float2 parts[warps];
           KVTRIM_UNROLL
           for (int w = 0; w < warps; ++w) { parts[w] = warp_partials[w][q]; }
-          a.partials[(static_cast<std::int64_t>(tile.item) * a.most_queries + p0 + q) *
-                         a.most_tiles +
-                     tile.index] = partial_of_block(parts);
+          const std::int64_t head =
+              static_cast<std::int64_t>(i - tile.index) * a.most_queries + tile.index;
+          a.partials[head + static_cast<std::int64_t>(p0 + q) * tiles_of(a.tiles, tile.extent)] =
+              partial_of_block(parts);
         }
       } else {
         reduced.flush(maxima);
@@ -274,7 +275,8 @@ KVTRIM_DEVICE void attend(const AttentionArgs& a,
       if (sums) {
         write_column_sum(a, tile, range, row, reduced.sum[j], reduced.rest[j], is_bad);
       } else {
-        write_window_score(a, tile, row, reduced.group[j], reduced.heads, is_bad);
+        const std::int64_t before = rows_before(a.tiles, tile, i);
+        write_window_score(a, tile, before, row, reduced.group[j], reduced.heads, is_bad);
       }
     }
   }

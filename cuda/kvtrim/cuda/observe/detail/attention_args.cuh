@@ -31,7 +31,6 @@ struct AttentionArgs {
   TileList tiles;
   std::int64_t chunk_stride;  // of the keys; 0: element by element
   std::int32_t most_queries;  // padded queries per item; the workspace is indexed by it
-  std::int32_t most_tiles;    // per table; likewise
   std::int32_t window;        // how many of the last queries vote
   std::int32_t unscored;      // window scores: last columns that get none
   AttentionUse use;
@@ -41,10 +40,10 @@ struct AttentionArgs {
   bool squared;               // column sums: of squared probabilities
   bool age_normalised;        // column sums: `scores` are divided by the age
   double decay;               // column sums
-  float* raw;                 // [items, max_rows] by live index, or rank
-  const std::int32_t* ranks;  // [items, max_rows] by live index; null: tables are ordered
+  float* raw;                 // by `rows_before` and live index, or rank
+  const std::int32_t* ranks;  // by `rows_before` and live index; null: tables are ordered
   const float* lse2;          // [items, most_queries] base 2; null: the engine's
-  float2* partials;           // [items, most_queries, most_tiles]
+  float2* partials;           // of each KV head: [most_queries, its tiles]
   SequencePlane scores;       // column sums: sum over both planes; absent: not wanted
 };
 

@@ -6,6 +6,7 @@
 // its size in its own table, so nothing that is computed for it depends on the other sequences.
 
 #include <kvtrim/cache/cache_view.hpp>
+#include <kvtrim/core/status.hpp>
 #include <kvtrim/cuda/detail/block_scan.cuh>
 #include <kvtrim/cuda/detail/device.hpp>
 #include <kvtrim/cuda/detail/workspace.hpp>
@@ -28,6 +29,8 @@ struct TileList {
   std::int32_t max_rows = 0;             ///< host bound on the rows of a table
   std::int32_t min_rows = 0;             ///< tables with at most this many live rows have no tiles
   const std::int32_t* active = nullptr;  ///< [tables] 0: the table has no tiles; null: all have
+  std::int32_t most = 0;                 ///< tiles that there is room for; 0: for all
+  Status* status = nullptr;  ///< [1] what is to be told if there are more; then there are none
 };
 
 /// The list for all tables of a view; it is made by `list_tiles_kernel`.
@@ -56,7 +59,7 @@ struct KeyTile {
   std::int32_t hole;           ///< row that is a hole; -1: none
   std::int32_t next_position;  ///< of the sequence
   std::int32_t item;           ///< (sequence, layer, KV head) as one index
-  std::int32_t index;          ///< of the tile in its table
+  std::int32_t index;          ///< of the tile in its KV head
   bool ordered;                ///< rows are in the order of their positions
 
   /// Whether `row` is a live row, not a hole or past the end.
@@ -108,6 +111,20 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(Threads) list_tiles_kernel(CacheView view, 
     before += all;
   }
   if (thread == 0) { list.starts[list.tables] = before; }
+  if (list.most > 0 && before > list.most) {
+    __syncthreads();
+    for (int u = thread; u <= list.tables; u += Threads) { list.starts[u] = 0; }
+    if (thread == 0 && list.status != nullptr) { *list.status = Status::workspace_too_small; }
+  }
+}
+
+/// Tiles of a KV head of `extent` rows.
+KVTRIM_DEVICE std::int32_t tiles_of(const TileList& list, std::int32_t extent) {
+  return (extent + list.keys - 1) / list.keys;
+}
+/// Where the rows of the KV head that tile `i` belongs to begin in an array by rows: heads follow each other in whole tiles.
+KVTRIM_DEVICE std::int64_t rows_before(const TileList& list, const KeyTile& tile, std::int32_t i) {
+  return static_cast<std::int64_t>(i - tile.index) * list.keys;
 }
 
 /// Tile `i` of the list.
@@ -129,7 +146,7 @@ KVTRIM_DEVICE KeyTile tile_at(const CacheView& view, const TileList& list, std::
   const LayerId l = view.first_layer(table);
   const HeadId h = view.first_head(table);
   t.extent = bounded_extent(view, t.sequence, l, h, list.max_rows);
-  const std::int32_t tiles = (t.extent + list.keys - 1) / list.keys;
+  const std::int32_t tiles = tiles_of(list, t.extent);
   const std::int32_t inside = i - list.starts[low];
   const std::int32_t pair = inside / tiles;
   const std::int32_t heads = view.heads_per_table();
@@ -155,6 +172,17 @@ KVTRIM_DEVICE KeyTile tile_at(const CacheView& view, const TileList& list, std::
       static_cast<std::int64_t>(view.sequences) * view.layers * view.kv_heads;
   const std::int64_t all = each * items;
   return all < 0x7FFF'FFFF ? static_cast<std::int32_t>(all) : -1;
+}
+
+/// The same for tiles of `keys` where all sequences have `total_rows` in all; 0: max_rows each.
+[[nodiscard]] inline std::int64_t most_tiles(const CacheView& view,
+                                             std::int32_t keys,
+                                             std::int32_t max_rows,
+                                             std::int64_t total_rows) noexcept {
+  const auto ceil = [&](std::int64_t rows) { return (rows + keys - 1) / keys; };
+  const std::int64_t longest = view.sequences * ceil(max_rows < 0 ? 0 : max_rows);
+  const std::int64_t total = ceil(total_rows) + view.sequences;  // each may end within a tile
+  return (total_rows > 0 && total < longest ? total : longest) * view.layers * view.kv_heads;
 }
 
 /// Whether a plane holds floats that a kernel may write.

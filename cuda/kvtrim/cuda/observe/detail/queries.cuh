@@ -28,6 +28,10 @@ struct ScoreBounds {
       0;  ///< tables with at most this many live rows are left out: nothing is written for them
   const std::int32_t* active =
       nullptr;  ///< on the device, [sequences, tables per sequence]; tables with 0 are left out too; null: none are
+  /// Rows of all sequences, each by its longest table, at most; 0: max_rows each. What a workspace by rows is sized for.
+  std::int64_t total_rows = 0;
+  /// On the device, [1]; becomes `workspace_too_small` if there are more rows than that: nothing is written then. May be null.
+  Status* status = nullptr;
 };
 
 namespace detail {

@@ -42,7 +42,6 @@ struct SelectShared {
   BlockScan<select_threads, std::uint32_t> sums;
   std::uint32_t digit;
   std::int32_t left;
-  std::int32_t nan;
 };
 
 KVTRIM_DEVICE void clear_counts(SelectShared& shared) {
