@@ -193,3 +193,22 @@ TEST_CASE("check_layout: numbers of any sign and size are refused, never compute
           v.k.pack = 0x7FFF'FFFF, v.k.head_dim = 0x7FFF'FFFF, v.k.pack_stride = too_large;
         }) != "");
 }
+
+TEST_CASE("check_layout: a page stride that wraps around by the step of the ids is refused",
+          "[check_layout][edge]") {
+  for (const std::int32_t step : {2, 3, 4}) {
+    INFO("step " << step);
+    CHECK(refusal([&](CacheView& v) { v.table.id_step = step; }) == "");
+    for (const std::int64_t more : {too_large / step + 1, std::int64_t{1} << 62, too_large / 2}) {
+      CHECK_THAT(refusal([&](CacheView& v) {
+                   v.table.id_step = step;
+                   v.k.page_stride += more / v.k.token_stride * v.k.token_stride;
+                 }),
+                 ContainsSubstring("keys reach beyond 64 bits"));
+      CHECK(refusal([&](CacheView& v) {
+              v.table.id_step = step;
+              v.k.page_stride -= more;
+            }) != "");
+    }
+  }
+}

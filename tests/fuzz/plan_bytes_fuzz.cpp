@@ -50,10 +50,12 @@ struct World {
     if (forks || engine->available() < pages) { return; }
     require(engine->extend(s, rows) == Status::ok, "extend");
     for (std::int32_t l = 0; l < setup.layers; ++l) {
-      const std::vector<float> keys(at(rows * setup.heads * 4), static_cast<float>(s));
-      const std::vector<float> values(at(rows * setup.heads * 2), static_cast<float>(s));
+      const auto floats = [&](std::int32_t dim) {
+        return std::vector<float>(at(rows * setup.heads * dim), static_cast<float>(s));
+      };
+      const NewRows data{floats(key_dim), floats(value_dim), floats(key_dim)};
       for (std::int32_t h = 0; h < setup.heads; ++h) { engine->number(s, l, h, 0, 0); }
-      require(engine->write(s, l, keys, values) == Status::ok, "write");
+      require(engine->write(s, l, data) == Status::ok, "write");
     }
   }
   // Names of each page in tables.

@@ -14,6 +14,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <numeric>
 #include <vector>
 
@@ -44,16 +45,13 @@ class Engine {
   virtual void reset(std::int32_t s, bool destroy) = 0;
   virtual Status fork(std::int32_t s, std::int32_t made) = 0;
   virtual Status extend(std::int32_t s, std::int32_t n) = 0;
-  virtual Status write(std::int32_t s,
-                       std::int32_t l,
-                       const std::vector<float>& keys,
-                       const std::vector<float>& values) = 0;
+  virtual Status write(std::int32_t s, std::int32_t l, const NewRows& rows) = 0;
   virtual Status truncate(std::int32_t s, std::int32_t next, bool cancel, std::int32_t rope) = 0;
   virtual Status make_private(std::int32_t s) = 0;
   virtual Report commit(const PlanRef& plan, const CacheView& view) = 0;
 };
 
-class PagedEngine final : public Engine {
+class PagedEngine : public Engine {
  public:
   explicit PagedEngine(const Setup& x)
       : x_(x),
@@ -61,11 +59,15 @@ class PagedEngine final : public Engine {
                 .page_size = x.page_size,
                 .layers = x.layers,
                 .kv_heads = x.heads,
-                .key_dim = 4,
-                .value_dim = 2,
+                .key_dim = key_dim,
+                .value_dim = value_dim,
+                .dtype = x.dtype,
                 .scope = x.scope,
                 .max_sequences = x.sequences,
-                .max_rows = x.max_rows}) {
+                .max_rows = x.max_rows,
+                .scores = x.scores,
+                .unrotated_keys = x.keys == KeyForm::with_source,
+                .scrub = x.scrub}) {
     test::fill_unwritten(cache_);
   }
   CacheView view(std::int32_t s) override {
@@ -86,7 +88,7 @@ class PagedEngine final : public Engine {
   std::int32_t count(std::int32_t page) override { return cache_.pool().ref_count(PageId{page}); }
   std::int32_t available() override { return cache_.pool().available(); }
   std::int32_t acquire() override { return raw(cache_.pool().try_acquire().value()); }
-  void release(std::int32_t page) override { cache_.pool().release(PageId{page}); }
+  void release(std::int32_t page) override { cache_.release(PageId{page}); }
   bool create(std::int32_t s) override { return cache_.try_create() == SequenceId{s}; }
   void reset(std::int32_t s, bool destroy) override {
     destroy ? cache_.destroy(SequenceId{s}) : cache_.reset(SequenceId{s});
@@ -99,11 +101,10 @@ class PagedEngine final : public Engine {
   Status extend(std::int32_t s, std::int32_t n) override {
     return cache_.try_extend(SequenceId{s}, n);
   }
-  Status write(std::int32_t s,
-               std::int32_t l,
-               const std::vector<float>& keys,
-               const std::vector<float>& values) override {
-    return cache_.write(SequenceId{s}, LayerId{l}, {keys.data()}, {values.data()});
+  Status write(std::int32_t s, std::int32_t l, const NewRows& rows) override {
+    const float* const plain = x_.keys == KeyForm::with_source ? rows.plain.data() : nullptr;
+    return cache_.write(
+        SequenceId{s}, LayerId{l}, {rows.keys.data()}, {rows.values.data()}, {plain});
   }
   Status truncate(std::int32_t s, std::int32_t next, bool cancel, std::int32_t) override {
     return cancel ? cache_.try_cancel_step(SequenceId{s})
@@ -125,8 +126,11 @@ class ForeignEngine final : public Engine {
  public:
   ForeignEngine(const Setup& x, std::uint64_t seed) : x_(x), random_(seed) {
     const std::int64_t rows = std::int64_t{x.layers} * x.pages * x.page_size * x.heads;
-    keys_.assign(at(rows * 4), 99.0F), values_.assign(at(rows * 2), 99.0F),
-        marks_.assign(at(rows), 99);
+    const std::int64_t bytes = rows * element_bytes(x.dtype);
+    constexpr std::byte unwritten{0xFF};  // a NaN in every dtype
+    keys_.assign(at(bytes * key_dim), unwritten), values_.assign(at(bytes * value_dim), unwritten);
+    plain_.assign(x.keys == KeyForm::with_source ? keys_.size() : 0, unwritten);
+    marks_.assign(at(rows), 99);
     max_pages_ = pages_for(x.max_rows + 2 * x.page_size, x.page_size) + 3;
     ids_.assign(at(std::int64_t{x.sequences} * x.tables() * stride()), -1);
     const std::int64_t tables = std::int64_t{x.sequences} * x.tables();
@@ -137,6 +141,9 @@ class ForeignEngine final : public Engine {
     unwritten_.assign(at(x.sequences) * at(x.layers), false);
     const std::int64_t elements = std::int64_t{x.sequences} * x.layers * x.heads * x.max_rows;
     for (Ints* plane : {&positions_, &ropes_, &tags_}) { plane->assign(at(elements), -5); }
+    for (std::vector<float>* plane : {&sums_, &compensations_}) {
+      plane->assign(x.scores ? at(elements) : 0, std::numeric_limits<float>::quiet_NaN());
+    }
     free_.resize(at(x.pages));
     std::iota(free_.begin(), free_.end(), 0);
     hnd_ = random_.below(2) == 0, marks_of_values_ = random_.below(2) == 0;
@@ -145,15 +152,16 @@ class ForeignEngine final : public Engine {
   CacheView view(std::int32_t) override {
     CacheView out;
     const bool one_head = x_.scope == TableScope::head && !x_.own_memory;
-    const auto plane = [&](std::vector<float>& memory, std::int32_t dim) {
-      const PlaneShape shape{x_.page_size, one_head ? 1 : x_.heads, dim, DType::f32};
+    const auto plane = [&](std::vector<std::byte>& memory, std::int32_t dim) {
+      const PlaneShape shape{x_.page_size, one_head ? 1 : x_.heads, dim, x_.dtype};
       Plane p = hnd_ ? Plane::hnd(memory.data(), shape) : Plane::nhd(memory.data(), shape);
       if (one_head) { p.head_stride = 0; }
       p.layer_stride =
           x_.scope == TableScope::group || x_.own_memory ? x_.pages * p.page_stride : 0;
       return p;
     };
-    out.k = plane(keys_, 4), out.v = plane(values_, 2);
+    out.k = plane(keys_, key_dim), out.v = plane(values_, value_dim);
+    if (!plain_.empty()) { out.unrotated_keys = plane(plain_, key_dim); }
     out.page_size = x_.page_size, out.pages = x_.pages, out.kv_heads = x_.heads;
     out.layers = x_.layers, out.sequences = x_.sequences, out.scope = x_.scope;
     out.table.ids = ids_.data();
@@ -169,12 +177,13 @@ class ForeignEngine final : public Engine {
     if (x_.generations) { out.generations = generations_.data(); }
     if (x_.reserved) { out.reserved_pages = reserved_.data(); }
     if (x_.refs) { out.writable.ref_counts = counts_.data(); }
-    const auto rows = [&](Ints& memory) {
+    const auto rows = [&](auto& memory) {
       return SequencePlane::dense(memory.data(), x_.layers, x_.heads, x_.max_rows);
     };
     if (x_.positions) { out.positions = rows(positions_); }
     if (x_.common) { out.positions.head_stride = 0; }
     if (x_.ropes) { out.rope_positions = rows(ropes_); }
+    if (x_.scores) { out.score_sums = rows(sums_), out.score_compensations = rows(compensations_); }
     if (x_.marks) {
       page_plane_.base = reinterpret_cast<std::byte*>(marks_.data());
       page_plane_.row_bytes = page_plane_.head_stride = 4;
@@ -247,6 +256,10 @@ class ForeignEngine final : public Engine {
     for (Ints* plane : {&positions_, &ropes_, &tags_}) {
       std::copy_n(plane->begin() + s * rows, rows, plane->begin() + made * rows);
     }
+    for (std::vector<float>* plane : {&sums_, &compensations_}) {
+      if (plane->empty()) { continue; }
+      std::copy_n(plane->begin() + s * rows, rows, plane->begin() + made * rows);
+    }
     return Status::ok;
   }
   // The rows are those that `SequenceState::append_row` and the length name; positions come with `write`.
@@ -274,10 +287,7 @@ class ForeignEngine final : public Engine {
     std::fill_n(unwritten_.begin() + s * x_.layers, x_.layers, true);
     return Status::ok;
   }
-  Status write(std::int32_t s,
-               std::int32_t l,
-               const std::vector<float>& keys,
-               const std::vector<float>& values) override {
+  Status write(std::int32_t s, std::int32_t l, const NewRows& data) override {
     const CacheView all = view(-1);
     for (std::int32_t h = 0; h < x_.heads; ++h) {
       const Ints& rows = open_rows_[index(s, x_.table_of(l, h))];
@@ -288,9 +298,16 @@ class ForeignEngine final : public Engine {
         const auto t = x_.table_of(l, h);
         const Slot slot{place % x_.page_size};
         const PageId k{page(s, t, e, false)}, v{page(s, t, e, true)};
-        std::memcpy(all.k.row(LayerId{l}, k, HeadId{h}, slot), &keys[from * 4], 16);
-        std::memcpy(all.v.row(LayerId{l}, v, HeadId{h}, slot), &values[from * 2], 8);
-        const auto tag = static_cast<std::int32_t>(values[from * 2]);
+        const auto store = [&](const Plane& plane, PageId page_of_row, const float* row) {
+          std::byte* const to = plane.row(LayerId{l}, page_of_row, HeadId{h}, slot);
+          for (std::int32_t d = 0; d < plane.head_dim; ++d) {
+            store_element(to + d * element_bytes(x_.dtype), x_.dtype, row[d]);
+          }
+        };
+        store(all.k, k, &data.keys[from * key_dim]),
+            store(all.v, v, &data.values[from * value_dim]);
+        if (!plain_.empty()) { store(all.unrotated_keys, k, &data.plain[from * key_dim]); }
+        const std::int32_t tag = tag_of(&data.values[from * value_dim]);
         if (x_.marks) {
           std::byte* const to =
               page_plane_.row(LayerId{l}, marks_of_values_ ? v : k, HeadId{h}, slot);
@@ -310,12 +327,13 @@ class ForeignEngine final : public Engine {
     }
     return Status::ok;
   }
-  /// Positions of the rows of the last `extend`.
+  /// Positions of the rows of the last `extend`, and scores of 0.
   void number(
       std::int32_t s, std::int32_t l, std::int32_t h, std::int32_t position, std::int32_t rope) {
     for (const std::int32_t r : open_rows_[index(s, x_.table_of(l, h))]) {
       positions_[element(s, l, x_.common ? 0 : h, r)] = position++;
       ropes_[element(s, l, h, r)] = rope++;
+      if (x_.scores) { sums_[element(s, l, h, r)] = compensations_[element(s, l, h, r)] = 0; }
     }
   }
   /// Cuts table `t` to its first `kept` rows.
@@ -418,8 +436,9 @@ class ForeignEngine final : public Engine {
       const auto one = [&](const auto& plane, std::size_t bytes) {
         std::memcpy(plane.row(l, PageId{to}, h, slot), plane.row(l, PageId{from}, h, slot), bytes);
       };
-      if (keys) { one(all.k, 16); }
-      if (values) { one(all.v, 8); }
+      if (keys) { one(all.k, at(all.k.row_bytes())); }
+      if (keys && !plain_.empty()) { one(all.unrotated_keys, at(all.k.row_bytes())); }
+      if (values) { one(all.v, at(all.v.row_bytes())); }
       if (x_.marks && (marks_of_values_ ? values : keys)) { one(page_plane_, 4); }
     }
   }
@@ -428,7 +447,8 @@ class ForeignEngine final : public Engine {
   Random random_;
   bool hnd_ = false, marks_of_values_ = false;
   std::int32_t max_pages_ = 0;
-  std::vector<float> keys_, values_;
+  std::vector<std::byte> keys_, values_, plain_;
+  std::vector<float> sums_, compensations_;
   Ints marks_, ids_, lengths_, reserved_, first_rows_, counts_, positions_, ropes_, tags_, free_;
   std::vector<SequenceState> states_;
   std::vector<std::uint64_t> generations_;

@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// What a world of the random-operation test is like, and its keys: each says which token, layer and head it belongs to.
+// What a world of the random-operation test is like, and its keys and values: each says which token, layer and head it
+// belongs to.
 
+#include <kvtrim/core/dtype.hpp>
 #include <kvtrim/core/removal.hpp>
 #include <kvtrim/core/types.hpp>
 
@@ -22,7 +24,13 @@ namespace kvtrim::random_test {
 using test::at;
 using test::Random;
 using Ints = std::vector<std::int32_t>;
-using Key = std::array<float, 4>;
+
+constexpr std::int32_t key_dim = 4, value_dim = 3;
+using Key = std::array<float, key_dim>;
+using Value = std::array<float, value_dim>;
+
+/// What lies in the pools: keys after RoPE, these and the keys before it, or the latter alone (the engine rotates on read).
+enum class KeyForm : std::uint8_t { rotated, with_source, plain };
 
 /// What a world is like. PagedCache: everything that is kept is there, and the rest of `foreign` is off.
 struct Setup {
@@ -31,6 +39,11 @@ struct Setup {
   std::int32_t page_size = 4, layers = 1, heads = 1, sequences = 2, max_rows = 16, pages = 16;
   PositionMode mode = PositionMode::keep;
   std::int32_t following = 0;  // sinks that follow
+  DType dtype = DType::f32;
+  KeyForm keys = KeyForm::rotated;
+  test::RopeModel rope{4, 0, RopePairs::half_split};
+  bool scores = false;  // planes of accumulated scores
+  bool scrub = false;   // PagedCache
   bool states = true, positions = true, ropes = true, refs = true;
   bool lengths = false;  // besides states
   bool common = false;   // one plane of positions for all heads
@@ -50,6 +63,9 @@ struct Setup {
     number("tables", tables()), number("page_size", page_size), number("layers", layers);
     number("kv_heads", heads), number("sequences", sequences), number("max_rows", max_rows);
     number("pages", pages), number("following sinks", following);
+    text += ", " + std::string(to_string(dtype)) + ", rotary " + std::to_string(rope.offset) +
+            " to " + std::to_string(rope.offset + rope.dim);
+    text += rope.pairs == RopePairs::half_split ? " half_split" : " interleaved";
     text += ", positions " + std::string(to_string(mode)) + ", with:";
     for (const auto& [is, name] : {std::pair{states, " states"},
                                    {positions, " positions"},
@@ -63,6 +79,10 @@ struct Setup {
                                    {padding, " padding"},
                                    {reserved, " reserved"},
                                    {own_memory, " own_memory"},
+                                   {keys == KeyForm::with_source, " unrotated_keys"},
+                                   {keys == KeyForm::plain, " plain_keys"},
+                                   {scores, " scores"},
+                                   {scrub, " scrub"},
                                    {marks, " marks"}}) {
       if (is) { text += name; }
     }
@@ -92,31 +112,60 @@ inline Setup random_setup(Random& random) {
   }
   const std::int32_t most = x.sequences * x.tables() * (pages_for(x.max_rows, x.page_size) + 1);
   x.pages = 4 + most * (1 + random.below(4)) / 4 * (x.separate ? 2 : 1);
+  // From numbers of their own: what came first stays as it was, and so do the worlds of inputs that were committed.
+  Random more(Random(random).bits() ^ 0x5DEE'CE66'D000'0001U);
+  x.rope = std::array{test::RopeModel{4, 0, RopePairs::half_split},
+                      test::RopeModel{4, 0, RopePairs::interleaved},
+                      test::RopeModel{2, 2, RopePairs::half_split}}[at(more.below(3))];
+  x.dtype = std::array{DType::f32, DType::f32, DType::f16, DType::bf16}[at(more.below(4))];
+  x.scores = more.below(2) == 0, x.scrub = !x.foreign && more.below(2) == 0;
+  if (x.mode == PositionMode::in_cache) {
+    x.keys = static_cast<KeyForm>(more.below(3));
+    if (x.dtype != DType::f32 && x.keys == KeyForm::rotated) { x.keys = KeyForm::with_source; }
+  } else if (more.below(4) == 0) {
+    x.keys = KeyForm::with_source;  // moved with the rows, and not read
+  }
   return x;
 }
 
-/// Key of a token before RoPE: a fixed function of its name.
-inline std::array<double, 4> plain_key(std::int32_t tag, std::int32_t l, std::int32_t h) {
-  Random random(static_cast<std::uint64_t>((tag * 4 + l) * 4 + h));
-  std::array<double, 4> key{};
-  for (double& x : key) { x = static_cast<double>(random.uniform()); }
-  return key;
-}
-inline double frequency(std::int32_t l, std::int32_t pair) {
-  return (l + 1) * (pair == 0 ? 1.0 : 0.125);
+inline float rounded(DType dtype, float x) {
+  std::byte memory[4];
+  store_element(memory, dtype, x);
+  return load_element(memory, dtype);
 }
 
-/// The same at rope position `rope`: pairs (0, 2) and (1, 3).
-inline Key key_of(std::int32_t tag, std::int32_t l, std::int32_t h, std::int32_t rope) {
-  const auto plain = plain_key(tag, l, h);
+/// Key of a token before RoPE: a fixed function of its name.
+inline Key plain_key(DType dtype, std::int32_t tag, std::int32_t l, std::int32_t h) {
+  Random random(static_cast<std::uint64_t>((tag * 4 + l) * 4 + h));
   Key key{};
-  for (std::size_t j = 0; j < 2; ++j) {
-    const double angle = rope * frequency(l, static_cast<std::int32_t>(j));
-    const double c = std::cos(angle), s = std::sin(angle);
-    key[j] = static_cast<float>(plain[j] * c - plain[j + 2] * s);
-    key[j + 2] = static_cast<float>(plain[j] * s + plain[j + 2] * c);
+  for (float& x : key) { x = rounded(dtype, random.uniform()); }
+  return key;
+}
+
+/// The same as it must stand in the pool at rope position `rope`.
+inline Key key_of(
+    const Setup& x, std::int32_t tag, std::int32_t l, std::int32_t h, std::int32_t rope) {
+  Key key = plain_key(x.dtype, tag, l, h);
+  if (x.keys == KeyForm::plain) { return key; }
+  const auto turned = x.rope.rotated(l, {key.begin(), key.end()}, rope);
+  for (std::size_t d = 0; d < key.size(); ++d) {
+    key[d] = rounded(x.dtype, static_cast<float>(turned[d]));
   }
   return key;
 }
+
+/// Value of a token, exact in every dtype.
+inline Value value_of(std::int32_t tag, std::int32_t l, std::int32_t h) {
+  return {
+      static_cast<float>(tag % 128), static_cast<float>(tag / 128), static_cast<float>(l * 8 + h)};
+}
+inline std::int32_t tag_of(const float* value) {
+  return static_cast<std::int32_t>(value[0]) + static_cast<std::int32_t>(value[1]) * 128;
+}
+
+/// Rows that a step writes in one layer: [n, kv_heads, dim] each.
+struct NewRows {
+  std::vector<float> keys, values, plain;
+};
 
 }  // namespace kvtrim::random_test

@@ -6,6 +6,7 @@
 
 #include <kvtrim/cache/cache_view.hpp>
 #include <kvtrim/cache/detail/region.hpp>
+#include <kvtrim/core/saturating.hpp>
 
 #include <bit>
 #include <cstddef>
@@ -22,7 +23,13 @@ KVTRIM_HOST_DEVICE constexpr void add_pages(Region& r,
                                             const CacheView& view,
                                             std::int64_t page_stride) noexcept {
   const std::int32_t step = view.table.id_step > 1 ? view.table.id_step : 1;
-  r.add(AxisName::page, page_stride * step, view.pages / step + (view.pages % step != 0 ? 1 : 0));
+  // No stride is trusted yet. By shifts: a division of 64 bits is a call in a kernel.
+  std::int64_t most = too_large;
+  for (std::int32_t rest = step - 1; rest > 0; rest /= 2) { most /= 2; }
+  const std::int64_t stride = page_stride > most    ? too_large
+                              : page_stride < -most ? -too_large
+                                                    : page_stride * step;
+  r.add(AxisName::page, stride, view.pages / step + (view.pages % step != 0 ? 1 : 0));
 }
 
 // Where elements of `p` lie; with `layer_bases`, those of one layer.

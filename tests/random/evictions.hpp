@@ -1,0 +1,700 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// Evictions of a world: what a plan must say, whether apply and commit may happen, and what they leave. Over 400 lines: one
+// class, and a plan is said twice.
+
+#include "random/scores.hpp"
+#include "random/world.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <compare>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace kvtrim::random_test {
+
+class EvictingWorld final : public World {
+ public:
+  using World::World;
+
+  /// A policy, how it removed rows, and what became of their positions.
+  struct Eviction {
+    Rule::Kind kind;
+    Removal way;
+    PositionMode mode;
+    auto operator<=>(const Eviction&) const = default;
+  };
+  const std::set<Eviction>& evictions() const { return evictions_; }
+
+  /// The operation that `seed` stands for, whatever came before it.
+  /// \throws std::runtime_error if the cache is not what the model says
+  void operate(std::uint64_t seed) {
+    random_ = test::Random(seed);
+    const std::int32_t s = pick();
+    const std::int32_t size = x_.page_size;
+    const std::int32_t what = random_.below(100);
+    const auto below = [&](std::int32_t limit) { return what < limit; };
+    if (!sequences_[at(s)].alive && random_.below(4) > 0) {
+      random_.below(3) == 0 ? create() : fork((s + 1) % x_.sequences);
+    } else if (below(32)) {
+      append(s, random_.below(4) > 0 ? 1 : random_.below(3 * size));
+    } else if (below(36)) {
+      if (x_.states) { extend(s, 1 + random_.below(size)); }
+    } else if (below(43)) {
+      write_some(s);
+    } else if (below(45)) {
+      truncate(s, 0, true);
+    } else if (below(49)) {
+      truncate(s, std::max(0, sequences_[at(s)].next - random_.below(size + 2)), false);
+    } else if (below(54)) {
+      fork(s);
+    } else if (below(55)) {
+      make_private(s);
+    } else if (below(59)) {
+      end(s, random_.below(3) > 0);
+    } else if (below(62)) {
+      create();
+    } else if (below(65)) {
+      reserve(s);
+    } else if (below(68)) {
+      accumulate(s);
+    } else if (below(82)) {
+      evict(s);
+    } else if (below(88)) {
+      if (pending_ == nullptr) { pending_ = plan(s); }
+    } else if (pending_ != nullptr) {
+      below(94) ? apply(*pending_) : commit(*pending_);
+    }
+    check();
+  }
+
+ private:
+  // --- evictions --------------------------------------------------------------------------------
+
+  // Changes if anything does that a plan for the table depends on.
+  std::vector<std::uint64_t> signature(std::int32_t s, std::int32_t t) {
+    std::vector<std::uint64_t> out{sequences_[at(s)].version[at(t)]};
+    const Table table = engine_->table(s, t);
+    for (std::size_t e = 0; e < table.k.size(); ++e) {
+      if (table.k[e] < 0) { continue; }
+      const auto word = [&](std::int32_t p) {
+        return static_cast<std::uint64_t>(p * 2 + (x_.refs && engine_->count(p) > 1 ? 1 : 0));
+      };
+      out.push_back(word(table.k[e])), out.push_back(word(table.v[e]));
+    }
+    return out;
+  }
+  // Every byte of the pools.
+  std::vector<std::byte> memory() {
+    const CacheView all = engine_->view(-1);
+    std::vector<std::byte> out;
+    for (const Plane& plane : {all.k, all.v, all.unrotated_keys}) {
+      if (!plane) { continue; }
+      const std::int64_t layers = plane.layer_stride == 0 ? 1 : x_.layers;
+      out.insert(out.end(), plane.base, plane.base + layers * x_.pages * plane.page_stride);
+    }
+    return out;
+  }
+  // Pages whose bytes are others than in `before`.
+  std::set<std::int32_t> written_pages(const std::vector<std::byte>& before) {
+    std::set<std::int32_t> pages;
+    const CacheView all = engine_->view(-1);
+    const std::byte* from = before.data();
+    for (const Plane& plane : {all.k, all.v, all.unrotated_keys}) {
+      if (!plane) { continue; }
+      const std::int64_t layers = plane.layer_stride == 0 ? 1 : x_.layers;
+      for (std::int64_t i = 0; i < layers * x_.pages; ++i, from += plane.page_stride) {
+        if (std::memcmp(from, plane.base + i * plane.page_stride, at(plane.page_stride)) != 0) {
+          pages.insert(static_cast<std::int32_t>(i % x_.pages));
+        }
+      }
+    }
+    return pages;
+  }
+
+  float random_score() {
+    const std::int32_t n = random_.below(40);
+    return n == 0   ? std::numeric_limits<float>::quiet_NaN()
+           : n == 1 ? -0.0F
+           : n == 2 ? -std::numeric_limits<float>::infinity()
+                    : static_cast<float>(n / 2 - 10);
+  }
+
+  // Makes a plan for sequence `s`, or for all, and checks it. Null: it was refused, rightly.
+  std::unique_ptr<Pending> plan(std::int32_t s) {
+    auto made = std::make_unique<Pending>();
+    Pending& p = *made;
+    p.first = x_.foreign || x_.following > 0 || random_.below(2) == 0 ? -1 : s;
+    const std::int32_t begin = std::max(0, p.first), end = p.first < 0 ? x_.sequences : s + 1;
+    p.view = engine_->view(p.first);
+    Rule rule = random_rule(random_, x_.following);
+    PlanOptions options;
+    options.removal = static_cast<Removal>(random_.below(5));
+    if (random_.below(2) == 0) { options.removal = Removal::automatic; }
+    options.reserved = static_cast<ReservedPages>(random_.below(2));
+    if (x_.mode != PositionMode::keep && (x_.following > 0 || random_.below(4) > 0)) {
+      p.rerotator = options.rerotator = &rerotator_;
+    }
+    const Removal way = options.removal != Removal::automatic ? options.removal : rule.own;
+    const bool drops = way == Removal::drop_pages;
+    bool bad_spares = false;
+    if (random_.below(2) == 0) {
+      options.shared = SharedPages::copy;
+      for (std::int32_t n = random_.below(6); n > 0 && engine_->available() > 0; --n) {
+        p.spares.push_back(PageId{engine_->acquire()});
+      }
+      bad_spares = p.spares.size() > 1 && random_.below(12) == 0;
+      options.spare_pages = p.spares;
+    }
+    std::vector<PageId> doubled = p.spares;
+    if (bad_spares) { doubled.back() = doubled.front(), options.spare_pages = doubled; }
+
+    // Scores and budgets; what each table must do. Given scores have few values, so that many are equal.
+    Ints next;
+    for (std::int32_t q = begin; q < end; ++q) { next.push_back(sequences_[at(q)].next); }
+    const Observed observed(random_, p.view, 1 + random_.below(6), next);
+    Observation obs;
+    observed.add_to(obs, p.view);
+    bool given = rule.kind == Rule::by_score || (!rule.by_position() && random_.below(4) == 0);
+    if (!given && check_scores(rule, p.view, obs) != Status::ok) {
+      rule.kind = Rule::by_score, rule.interval = 1, rule.grace = 0, given = true;
+    }
+    p.kind = rule.kind, p.way = way == Removal::automatic ? Removal::stable_pack : way;
+    std::vector<float> scores(at((end - begin) * x_.layers * x_.heads * x_.max_rows), 0.0F);
+    for (float& score : scores) { score = random_score(); }
+    if (x_.common && random_.below(4) > 0) {  // the same for all heads
+      for (std::size_t i = 0; i < scores.size(); ++i) {
+        const auto row = i % at(x_.max_rows), head = i / at(x_.max_rows);
+        scores[i] = scores[head / at(x_.heads) * at(x_.heads) * at(x_.max_rows) + row];
+      }
+    }
+    if (given) {
+      obs.scores = SequencePlane::dense(scores.data(), x_.layers, x_.heads, x_.max_rows);
+    }
+    Ints budgets;
+    for (std::int32_t i = 0; i < (end - begin) * x_.tables(); ++i) {
+      const bool again = i % x_.tables() > 0 && (x_.common || random_.below(2) == 0);
+      const std::int32_t rows = live(begin + i / x_.tables(), i % x_.tables());
+      const std::int32_t n = random_.below(6);
+      budgets.push_back(again   ? budgets.back()
+                        : n < 1 ? -1
+                        : n < 3 ? std::max(0, rows - 1)
+                        : n < 5 ? random_.below(rows + 2)
+                                : random_.below(6));
+    }
+    if (random_.below(3) > 0) { obs.budgets = budgets.data(), obs.budget_rows = p.view.table.rows; }
+    std::vector<Cut> cuts;
+    std::set<Status> errors, later;
+    auto& sure = rule.chooses() ? later : errors;
+    if (rule.chooses()) {
+      later = {Status::unequal_budget,
+               Status::bad_options,
+               Status::bad_observation,
+               Status::shared_page};
+    }
+    bool over = false, any = false;
+    for (std::int32_t q = begin; q < end; ++q) {
+      for (std::int32_t t = 0; t < x_.tables(); ++t) {
+        const std::int32_t i = (q - begin) * x_.tables() + t;
+        Cut& cut = cuts.emplace_back();
+        if (rule.chooses()) {
+          cut = {.evicts = true, .end = live(q, t)};
+        } else if (rule.asks()) {
+          const HeadRef head{
+              p.view, SequenceId{q - begin}, p.view.first_layer(t), p.view.first_head(t)};
+          const auto asked = asked_cut(rule, head, obs);
+          if (!asked) { errors.insert(Status::unequal_budget); }
+          cut = asked.value_or(Cut{.evicts = true, .end = live(q, t)});
+        } else {
+          cut = cut_of(rule,
+                       live(q, t),
+                       obs.budgets == nullptr ? -1 : budgets[at(i)],
+                       x_.states ? sequences_[at(q)].rows_at_eviction[at(t)] : 0);
+        }
+        const SequenceState state = engine_->state(q, t);
+        over = over || cut.over, any = any || cut.evicts;
+        if (x_.common && x_.heads > 1) { later.insert(Status::planes_disagree); }
+        if (!cut.evicts) { continue; }
+        if (way == options.removal &&
+            (way == Removal::overwrite_slot || way == Removal::fill_holes) &&
+            !(x_.states && x_.positions)) {
+          sure.insert(Status::bad_options);
+        }
+        if (options.rerotator != nullptr && x_.following > cut.begin) {
+          sure.insert(Status::bad_options);
+        }
+        if (x_.states && open(q, t)) { sure.insert(Status::step_open); }
+        if (x_.states && sequences_[at(q)].applied[at(t)]) { sure.insert(Status::eviction_open); }
+        if (drops && (!state.ordered || state.append_row >= 0)) {
+          sure.insert(Status::rows_unordered);
+        }
+        const Table table = engine_->table(q, t);
+        for (std::size_t e = 0; e < table.k.size(); ++e) {
+          if (!x_.refs || !shared(table, e)) { continue; }
+          if (options.shared == SharedPages::copy && !drops) { later.insert(Status::out_of_pages); }
+          if (options.shared == SharedPages::leave && !drops) {
+            later.insert({Status::shared_page, Status::unequal_budget});
+          }
+          if (drops && options.rerotator != nullptr) { later.insert(Status::shared_page); }
+        }
+      }
+    }
+    const bool scored = !given && !rule.by_position() && !rule.chooses() &&
+                        !errors.contains(Status::unequal_budget);
+    for (std::int32_t i = 0; scored && i < (end - begin) * x_.tables(); ++i) {
+      if (cuts[at(i)].evicts) { score_table(p, begin + i / x_.tables(), i, rule, obs, scores); }
+    }
+    if (errors.empty() && any && bad_spares) { sure.insert(Status::bad_options); }
+
+    const auto before = memory();
+    p.plan = rule.with_policy([&](const auto& policy) {
+      p.workspace.assign(plan_workspace_bytes(policy, plan_shape(p.view, obs)), std::byte{0x5A});
+      return kvtrim::plan(policy, p.view, obs, p.workspace, options);
+    });
+    const Status status = p.plan.status();
+    note("plan " + rule.words() + ", " + std::string(to_string(way)) + ",", p.first, 0, status);
+    expect(before == memory(), "plan wrote a page");
+    if (!errors.empty()) {
+      expect(errors.contains(status),
+             "plan " + std::string(to_string(status)) + ", not " +
+                 std::string(to_string(*errors.begin())));
+    } else if (!usable(status)) {
+      expect(later.contains(status), "plan " + std::string(to_string(status)));
+      if (status == Status::out_of_pages) {
+        expect(p.plan.spares_needed() > static_cast<std::int32_t>(p.spares.size()),
+               "spares_needed");
+      }
+    }
+    if (!usable(status)) {
+      expect(kvtrim::apply(p.plan, p.view, rerotator_) == status, "a refused plan was applied");
+      finish(p);
+      return nullptr;
+    }
+    for (std::int32_t i = 0; i < (end - begin) * x_.tables(); ++i) {
+      over =
+          check_table(p, begin + i / x_.tables(), i, cuts[at(i)], rule, options, drops, scores) ||
+          over;
+    }
+    if (!rule.chooses()) { expect(status, over ? Status::over_budget : Status::ok); }
+    if (random_.below(4) == 0) { p.copy = Plan(p.plan), p.plan = p.copy->ref(); }
+    if (random_.below(2) == 0) { send(p); }
+    return made;
+  }
+
+  // What the policy's scorer makes of table `i` of the plan, which is what the model selects from; close to what it must be.
+  void score_table(Pending& p,
+                   std::int32_t s,
+                   std::int32_t i,
+                   const Rule& rule,
+                   const Observation& obs,
+                   std::vector<float>& scores) {
+    const SequenceId of{i / x_.tables()};
+    if (x_.states && (open(s, i % x_.tables()) || sequences_[at(s)].applied[at(i % x_.tables())])) {
+      return;  // refused
+    }
+    for_each_head(i % x_.tables(), [&](std::int32_t l, std::int32_t h) {
+      const HeadRef head{p.view, of, LayerId{l}, HeadId{h}};
+      const Ints rows = rows_of(engine_->view(-1), s, l, h);
+      const Rows& model = sequences_[at(s)].heads[head_index(l, h)];
+      const std::vector<float> own = own_scores(rule, head, obs);
+      std::copy(own.begin(),
+                own.end(),
+                scores.begin() +
+                    static_cast<std::ptrdiff_t>(
+                        at(raw(of) * x_.layers * x_.heads + l * x_.heads + h) * at(x_.max_rows)));
+      const Reference reference = reference_scores(rule, head, obs, rows, model);
+      for (std::size_t rank = 0; rank < reference.scores.size(); ++rank) {
+        const double wanted = reference.scores[rank];
+        const auto got = static_cast<double>(own[at(rows[rank])]);
+        if (std::isnan(got) && std::isnan(wanted)) { continue; }  // no query sees a row
+        expect(
+            std::abs(got - wanted) <= reference.error * std::max(reference.floor, std::abs(wanted)),
+            rule.words() + ": score " + std::to_string(got) + " of position " +
+                std::to_string(model[rank].position) + ", not " + std::to_string(wanted));
+      }
+    });
+  }
+
+  // Through bytes: they arrive as the same plan, to be applied from now on; changed on the way, they never do what no table
+  // allows.
+  void send(Pending& p) {
+    const PlanOptions options{.spare_pages = p.spares, .rerotator = p.rerotator};
+    const std::vector<std::byte> bytes(p.plan.bytes().begin(), p.plan.bytes().end());
+    const detail::PlanLayout layout(p.plan.header());
+    for (std::int32_t round = 0; round < 3; ++round) {
+      std::vector<std::byte> changed = bytes;
+      for (std::int32_t i = random_.below(2); i >= 0; --i) {
+        const std::int64_t ends[] = {
+            0, layout.table_plans, layout.rows, layout.pages, layout.bytes};
+        const std::int32_t part = random_.below(4);
+        const auto words = static_cast<std::int32_t>((ends[part + 1] - ends[part]) / 4);
+        if (words == 0) { continue; }
+        const std::int32_t values[] = {-1, 0, 1, 2, x_.pages, x_.max_rows, random_.below(x_.pages)};
+        const std::int32_t value = values[random_.below(7)];
+        std::memcpy(changed.data() + ends[part] + 4 * random_.below(words), &value, 4);
+      }
+      const Plan read = Plan::from_bytes(changed, p.view, options);
+      if (!usable(read.view().status())) { continue; }
+      for_each_part(p, [&](std::int32_t s, SequenceId of, std::int32_t t, const Pending::Part&) {
+        const Table table = engine_->table(s, t);
+        std::set<std::int32_t> own(table.k.begin(), table.k.end());
+        own.insert(table.v.begin(), table.v.end());
+        const PlanView plan = read.view();
+        for (const auto list : {plan.k_pages(of, t), plan.v_pages(of, t), plan.released(of, t)}) {
+          for (const PageId page : list) {
+            expect(own.contains(raw(page)) ||
+                       std::find(p.spares.begin(), p.spares.end(), page) != p.spares.end(),
+                   "changed bytes name a page of another table, or a free one");
+          }
+        }
+      });
+    }
+    Plan arrived = Plan::from_bytes(bytes, p.view, options);
+    expect(arrived.view().status(), p.plan.status());
+    expect(arrived.view() == p.plan, "a plan arrived as another one");
+    p.copy = std::move(arrived), p.plan = p.copy->ref();
+  }
+
+  // Whether table `i` of the plan keeps what it must. Returns whether that is more than its budget.
+  bool check_table(Pending& p,
+                   std::int32_t s,
+                   std::int32_t i,
+                   const Cut& cut,
+                   const Rule& rule,
+                   const PlanOptions& options,
+                   bool drops,
+                   const std::vector<float>& scores) {
+    const CacheView all = engine_->view(-1);
+    const std::int32_t t = i % x_.tables();
+    const SequenceId of{i / x_.tables()};
+    const Table table = engine_->table(s, t);
+    const std::int32_t first = engine_->first_row(s);
+    const TablePlan& plan = p.plan.table(of, t);
+    const auto entry = [&](std::int32_t row) { return at((row + first) / x_.page_size); };
+    Pending::Part& part = p.parts.emplace_back();
+    part.evicts = plan.evicts, part.live = live(s, t), part.signature = signature(s, t);
+    expect(plan.live_before == part.live, "live_before");
+    expect(!plan.evicts || cut.evicts, "a table evicts that is within its budget");
+    if (!cut.evicts) { return false; }
+    const SequenceState state = engine_->state(s, t);
+    const bool known = x_.positions || !x_.states || (state.next_position == state.live_rows);
+    expect(plan.positions_known == known, "positions_known");
+
+    // What the heads keep by rank, and the pages where that is.
+    std::vector<std::vector<bool>> wanted;
+    std::set<std::size_t> pages;
+    bool any_shared = false;
+    for (std::size_t e = 0; e < at(table.used); ++e) {
+      any_shared = any_shared || (x_.refs && shared(table, e));
+    }
+    for (std::int32_t e = 0; e * x_.page_size < first; ++e) { pages.insert(at(e)); }
+    for_each_head(t, [&](std::int32_t l, std::int32_t h) {
+      const Ints rows = rows_of(all, s, l, h);
+      std::vector<bool>& keep = wanted.emplace_back(rows.size(), true);
+      std::vector<std::pair<double, std::int32_t>> others;  // best first
+      for (std::int32_t rank = cut.begin; rank < cut.end; ++rank) {
+        const std::size_t head = at(raw(of) * x_.layers * x_.heads) + head_index(l, h);
+        const auto score = static_cast<double>(scores[head * at(x_.max_rows) + at(rows[at(rank)])]);
+        others.emplace_back(std::isnan(score) ? std::numeric_limits<double>::infinity() : -score,
+                            rank);
+      }
+      std::sort(others.begin(), others.end());
+      if (rule.by_position()) { std::reverse(others.begin(), others.end()); }
+      const std::int32_t stay = cut.keep - (part.live - (cut.end - cut.begin));
+      for (std::size_t j = at(stay); j < others.size(); ++j) { keep[at(others[j].second)] = false; }
+      for (std::size_t rank = 0; rank < keep.size(); ++rank) {
+        if (keep[rank]) { pages.insert(entry(rows[rank])); }
+      }
+    });
+
+    // What the plan lists, as ranks.
+    std::int32_t kept = -1;
+    std::size_t head = 0;
+    for_each_head(t, [&](std::int32_t l, std::int32_t h) {
+      const Ints rows = rows_of(all, s, l, h);
+      std::vector<bool>& keep = wanted[head++];
+      if (drops) {
+        for (std::size_t rank = 0; rank < keep.size(); ++rank) {
+          keep[rank] = pages.contains(entry(rows[rank]));
+        }
+      }
+      std::vector<bool> stays(rows.size(), true);
+      std::int32_t previous = -1;
+      Ints& gone = part.gone.emplace_back();
+      const auto evicted = p.plan.evicted(of, LayerId{l}, HeadId{h});
+      const Rows& model = sequences_[at(s)].heads[head_index(l, h)];
+      for (std::size_t j = 0; plan.evicts && j < evicted.size(); ++j) {
+        const std::int32_t position = raw(evicted[j]);
+        expect(position > previous, "evicted positions ascend");
+        previous = position;
+        std::int32_t rank = position;
+        if (x_.positions) {
+          const auto row = std::lower_bound(
+              model.begin(), model.end(), position, [](const Row& a, std::int32_t b) {
+                return a.position < b;
+              });
+          expect(row != model.end() && row->position == position,
+                 "an evicted position is not live");
+          rank = static_cast<std::int32_t>(row - model.begin());
+        }
+        expect(rank < part.live, "an evicted row is not live");
+        stays[at(rank)] = false;
+        gone.push_back(rank);
+      }
+      std::set<std::int32_t> listed;
+      p.plan.for_each_kept(of, LayerId{l}, HeadId{h}, [&](std::int32_t r) { listed.insert(r); });
+      for (std::size_t rank = 0; rank < rows.size(); ++rank) {
+        const auto r = static_cast<std::int32_t>(rank);
+        expect(listed.contains(rows[rank]) == stays[rank],
+               "kept and evicted rows are not all rows");
+        expect(stays[rank] || (r >= cut.begin && r < cut.end), "a protected row goes");
+      }
+      expect(listed.size() == rows.size() - gone.size(), "for_each_kept");
+      const bool exact =
+          !rule.chooses() && (!any_shared || drops || options.shared == SharedPages::copy);
+      if (exact) { expect(stays == keep, "other rows stay than the best"); }
+      const std::int32_t n = part.live - static_cast<std::int32_t>(gone.size());
+      expect(kept < 0 || n == kept, "heads of one table keep different counts");
+      expect(n >= cut.keep || options.shared == SharedPages::leave,
+             "fewer rows stay than the budget");
+      kept = n;
+    });
+    expect(plan.live_after == kept && plan.evicts == (kept < part.live), "live_after");
+    check_pages(p, of, s, t, table, options);
+    return kept > cut.keep && !(drops && rule.by_position());
+  }
+
+  // Released pages come tail first; the others and spare ones are the table.
+  void check_pages(Pending& p,
+                   SequenceId of,
+                   std::int32_t s,
+                   std::int32_t t,
+                   const Table& table,
+                   const PlanOptions& options) {
+    const TablePlan& plan = p.plan.table(of, t);
+    if (!plan.evicts) { return; }
+    const auto k = p.plan.k_pages(of, t), v = p.plan.v_pages(of, t);
+    std::multiset<std::int32_t> before, after;
+    for (std::size_t e = 0; e < table.k.size(); ++e) {
+      before.insert(table.k[e]);
+      if (x_.separate) { before.insert(table.v[e]); }
+    }
+    std::size_t taken = 0;
+    for (std::size_t e = 0; e < k.size(); ++e) {
+      const bool spare = p.plan.sources(of, t)[e] < 0;
+      const auto add = [&](PageId page) {
+        after.insert(raw(page));
+        if (spare) { before.insert(raw(page)), ++taken; }
+      };
+      add(k[e]);
+      if (x_.separate) { add(v[e]); }
+    }
+    expect(taken == at(plan.spare_pages * (x_.separate ? 2 : 1)), "spare_pages");
+    std::size_t e = table.k.size();
+    const auto released = p.plan.released(of, t);
+    for (std::size_t i = 0; i < released.size(); ++i) {
+      const Ints& entries = x_.separate && i % 2 == 1 ? table.v : table.k;
+      if (!x_.separate || i % 2 == 0) {
+        do { --e; } while (e < entries.size() && entries[e] != raw(released[i]));
+      }
+      expect(e < entries.size() && entries[e] == raw(released[i]),
+             "released pages are not tail first");
+      after.insert(raw(released[i]));
+    }
+    expect(before == after, "a page is neither kept nor released");
+    const std::int32_t reserved = static_cast<std::int32_t>(table.k.size()) - table.used;
+    expect(plan.reserved_after == (options.reserved == ReservedPages::follow ? reserved : 0),
+           "reserved_after");
+    for (std::int32_t i = 0; i < plan.reserved_after; ++i) {
+      expect(raw(k[at(plan.pages_after + i)]) == table.k[at(table.used + i)],
+             "reserved pages follow");
+    }
+    static_cast<void>(s);
+  }
+
+  void apply(Pending& p) {
+    bool stale = p.applied && !p.plan.empty();
+    for_each_part(p, [&](std::int32_t s, SequenceId, std::int32_t t, const Pending::Part& part) {
+      stale = stale || part.signature != signature(s, t);
+    });
+    std::set<std::int32_t> own;
+    for_each_part(p, [&](std::int32_t s, SequenceId, std::int32_t t, const Pending::Part&) {
+      const Table table = engine_->table(s, t);
+      for (const Ints* list : {&table.k, &table.v}) {
+        for (const std::int32_t page : *list) {
+          if (page >= 0 && engine_->count(page) == 1) { own.insert(page); }
+        }
+      }
+    });
+    for (const PageId page : p.spares) { own.insert(raw(page)); }
+    if (!p.applied && !stale) {
+      for_each_part(p, [&](std::int32_t s, SequenceId, std::int32_t t, Pending::Part& part) {
+        part.places = places(s, t, part.gone);
+      });
+    }
+    const auto before = memory();
+    const Status status =
+        kvtrim::apply(p.plan, p.view, p.rerotator == nullptr ? Rerotator() : *p.rerotator);
+    note("apply", p.first, 0, status);
+    expect(status, stale ? Status::stale_plan : Status::ok);
+    for (const std::int32_t page : written_pages(before)) {
+      expect(!stale && own.contains(page), "page " + std::to_string(page) + " was written");
+    }
+    if (p.applied) { return; }
+    if (stale) {
+      finish(p);
+      if (pending_.get() == &p) { pending_.reset(); }
+      return;
+    }
+    p.applied = true;
+    for_each_part(p, [&](std::int32_t s, SequenceId, std::int32_t t, const Pending::Part&) {
+      sequences_[at(s)].applied[at(t)] = x_.states;
+      sequences_[at(s)].version[at(t)] = ++clock_;
+    });
+  }
+
+  // Where the rows of a table lie that do not go: pages of keys and values, and slot, head by head.
+  std::vector<Ints> places(std::int32_t s, std::int32_t t, const std::vector<Ints>& gone) {
+    const CacheView all = engine_->view(-1);
+    const Table table = engine_->table(s, t);
+    std::vector<Ints> out;
+    for_each_head(t, [&](std::int32_t l, std::int32_t h) {
+      const std::size_t head = out.size();
+      Ints& list = out.emplace_back();
+      const Ints rows = rows_of(all, s, l, h);
+      for (std::size_t rank = 0; rank < rows.size(); ++rank) {
+        if (head < gone.size() &&
+            std::binary_search(
+                gone[head].begin(), gone[head].end(), static_cast<std::int32_t>(rank))) {
+          continue;
+        }
+        const std::int32_t place = rows[rank] + engine_->first_row(s);
+        const std::size_t e = at(place / x_.page_size);
+        list.insert(list.end(), {table.k[e], table.v[e], place % x_.page_size});
+      }
+    });
+    return out;
+  }
+
+  void commit(Pending& p) {
+    std::int64_t kept = 0, evicted = 0, dropped = 0, committed = 0, ended = 0;
+    for (const Pending::Part& part : p.parts) {
+      kept += std::int64_t{part.live} * x_.layers * x_.heads / x_.tables();
+    }
+    for_each_part(p, [&](std::int32_t, SequenceId of, std::int32_t t, const Pending::Part& part) {
+      if (part.ended) {
+        kept -= std::int64_t{part.live} * x_.layers * x_.heads / x_.tables(), ++ended;
+        return;
+      }
+      ++committed;
+      for (const Ints& gone : part.gone) { evicted += static_cast<std::int64_t>(gone.size()); }
+      dropped += p.plan.table(of, t).released;
+    });
+    const std::int32_t free = engine_->available();
+    const auto before = memory();
+    const Report report = engine_->commit(p.plan, p.view);
+    note("commit", p.first, static_cast<std::int32_t>(committed), report.status);
+    for (const std::int32_t page : written_pages(before)) {
+      expect(x_.scrub && engine_->count(page) == 0, "commit wrote a page");
+    }
+    if (!p.applied) {
+      expect(report.status, Status::not_applied);
+      return;
+    }
+    if (committed == 0 && ended > 0) {
+      expect(report.status, Status::stale_plan);
+    } else {
+      expect(report.status, p.plan.status());
+      expect(report.evicted_rows == evicted && report.kept_rows == kept - evicted,
+             "rows of the report");
+    }
+    expect(report.dropped_pages == dropped, "dropped_pages");
+    expect(engine_->available() - free == report.released_pages, "released_pages");
+    std::int64_t moved_rows = 0;
+    for_each_part(p, [&](std::int32_t s, SequenceId of, std::int32_t t, const Pending::Part& part) {
+      if (part.ended) { return; }
+      const auto now = places(s, t, {});
+      for (std::size_t h = 0; h < now.size(); ++h) {
+        expect(now[h].size() == part.places[h].size(), "rows are lost or there twice");
+        for (std::size_t i = 0; i < now[h].size(); i += 3) {
+          moved_rows += std::equal(&now[h][i], &now[h][i] + 3, &part.places[h][i]) ? 0 : 1;
+        }
+      }
+      Sequence& q = sequences_[at(s)];
+      std::size_t head = 0;
+      for_each_head(t, [&](std::int32_t l, std::int32_t h) {
+        Rows& rows = q.heads[head_index(l, h)];
+        const Ints& gone = part.gone[head++];
+        for (std::size_t i = gone.size(); i-- > 0;) { rows.erase(rows.begin() + gone[i]); }
+        if (p.rerotator != nullptr) { renumber(rows, l, h); }
+        if (p.rerotator != nullptr && x_.following == 0) {
+          q.next_rope[at(t)] = static_cast<std::int32_t>(rows.size());
+        }
+      });
+      q.rows_at_eviction[at(t)] = p.plan.table(of, t).live_after;
+      q.applied[at(t)] = false;
+      q.version[at(t)] = ++clock_;
+    });
+    if (ended == 0) {
+      const CacheView all = engine_->view(-1);
+      const std::int64_t row = all.k.row_bytes() + all.v.row_bytes() +
+                               (all.unrotated_keys ? all.k.row_bytes() : 0) + (x_.marks ? 4 : 0);
+      expect(report.bytes_moved == moved_rows * row,
+             "bytes_moved " + std::to_string(report.bytes_moved) + ", not " +
+                 std::to_string(moved_rows * row));
+    }
+    if (evicted > 0) {
+      const PositionMode mode = p.rerotator == nullptr ? PositionMode::keep : x_.mode;
+      evictions_.insert({p.kind, p.way, mode});
+    }
+    if (random_.below(4) == 0 && !p.plan.empty()) {
+      expect(engine_->commit(p.plan, p.view).status, Status::stale_plan);
+    }
+    finish(p);
+    if (pending_.get() == &p) { pending_.reset(); }
+  }
+  void renumber(Rows& rows, std::int32_t l, std::int32_t h) const {
+    const auto n = static_cast<std::int32_t>(rows.size());
+    if (x_.following > 0 && n <= x_.following) { return; }
+    const std::int32_t begin = x_.following > 0 ? rows[at(x_.following)].rope - x_.following : 0;
+    for (std::int32_t i = 0; i < (x_.following > 0 ? x_.following : n); ++i) {
+      Row& row = rows[at(i)];
+      if (row.rope == begin + i) { continue; }
+      row.rope = begin + i;
+      row.key = key_of(x_, row.tag, l, h, row.rope);
+    }
+  }
+  // Spare pages that no table took go back.
+  void finish(Pending& p) {
+    std::set<std::int32_t> in_tables;
+    for_each_table([&](std::int32_t s, std::int32_t t) {
+      const Table table = engine_->table(s, t);
+      in_tables.insert(table.k.begin(), table.k.end()),
+          in_tables.insert(table.v.begin(), table.v.end());
+    });
+    for (const PageId page : p.spares) {
+      if (!in_tables.contains(raw(page))) { engine_->release(raw(page)); }
+    }
+    p.spares.clear();
+  }
+  void evict(std::int32_t s) {
+    if (x_.foreign && pending_ != nullptr && !(x_.states && x_.positions)) { return; }
+    const auto p = plan(s);
+    if (p == nullptr) { return; }
+    apply(*p);
+    commit(*p);
+  }
+
+  std::set<Eviction> evictions_;
+};
+
+}  // namespace kvtrim::random_test
