@@ -67,8 +67,8 @@ struct State {
   std::map<std::uint32_t, Knowledge> known;      // by block
   std::map<std::uintptr_t, Knowledge> released;  // by the atomic's address
   std::map<std::uint32_t, bool> fenced;          // threads
-  // Cells that several blocks read: the last epoch of each.
-  std::unordered_map<std::uintptr_t, std::vector<std::pair<std::uint32_t, std::uint32_t>>> shared;
+  // Cells that several blocks read: the last epoch of each, and the thread that read in it; 0: several.
+  std::unordered_map<std::uintptr_t, std::vector<std::pair<std::uint32_t, Known>>> shared;
 };
 State& state() {
   static State s;
@@ -140,15 +140,19 @@ bool before(const Access& past, const Access& now, Readers who) {
   return who != Readers::block && warp_of(past) == warp_of(now) && past.warp_epoch < now.warp_epoch;
 }
 
-void note_reader(std::uintptr_t at, const Access& who) {
+void note_reader(std::uintptr_t at, const Access& who, bool alone) {
   auto& list = state().shared[at];
-  for (auto& [block, epoch] : list) {
-    if (block == block_of(who)) {
-      epoch = std::max(epoch, who.block_epoch);
-      return;
+  const std::uint32_t thread = alone ? who.thread : 0;
+  for (auto& [block, last] : list) {
+    if (block != block_of(who)) { continue; }
+    if (last.epoch < who.block_epoch) {
+      last = {who.block_epoch, thread};
+    } else if (last.epoch == who.block_epoch && last.thread != thread) {
+      last.thread = 0;
     }
+    return;
   }
-  list.emplace_back(block_of(who), who.block_epoch);
+  list.push_back({block_of(who), {who.block_epoch, thread}});
 }
 // Whether all reads of a cell by several blocks happened before `now`.
 bool readers_before(std::uintptr_t at, const Access& now) {
@@ -157,10 +161,12 @@ bool readers_before(std::uintptr_t at, const Access& now) {
   if (list == s.shared.end()) { return false; }
   const Knowledge& known = s.known[block_of(now)];
   return std::all_of(list->second.begin(), list->second.end(), [&](const auto& read) {
-    const auto [block, epoch] = read;
-    if (block == block_of(now)) { return epoch < now.block_epoch; }
+    const auto& [block, last] = read;
+    if (block == block_of(now)) {
+      return last.epoch < now.block_epoch || last.thread == now.thread;
+    }
     const auto other = known.find(block);
-    return other != known.end() && epoch < other->second.epoch;
+    return other != known.end() && last.epoch < other->second.epoch;
   });
 }
 
@@ -260,8 +266,8 @@ void check(const void* p, unsigned bytes, bool write, bool atomic, void* caller)
       const bool same_warp = same_block && warp_of(c.read) == warp_of(now) &&
                              c.read.warp_epoch == now.warp_epoch && c.readers <= Readers::warp;
       if (!same_block) {
-        if (c.readers != Readers::grid) { note_reader(at, c.read); }
-        note_reader(at, now);
+        if (c.readers != Readers::grid) { note_reader(at, c.read, c.readers == Readers::one); }
+        note_reader(at, now, true);
       }
       c.readers = same_warp ? Readers::warp : same_block ? Readers::block : Readers::grid;
       c.read.block_epoch = std::max(c.read.block_epoch, now.block_epoch);

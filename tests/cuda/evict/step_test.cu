@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <kvtrim/cuda/evict/step.cuh>
 
+#include <kvtrim/cuda/evict/extend.cuh>
 #include <kvtrim/cuda/evict/prepare.cuh>
 #include <kvtrim/policy/page_selector.hpp>
 
@@ -283,6 +284,27 @@ TEST_CASE("cuda::step: an open step is closed if it is written, and refused othe
     CHECK(world.difference() == "");
     CHECK(lists.freed_count.download()[0] == 0);
   }
+}
+
+TEST_CASE("cuda::step: nothing is left to apply or to commit after it", "[cuda][fault]") {
+  WorldShape shape;
+  World world(shape);
+  const HeavyHitter policy({.heavy = 4, .recent = 2});
+  DeviceSide side(world, policy);
+  EngineLists lists(world);
+  const CacheView view = world.device_view();
+  ok(one_step(policy, view, side, lists.tables));
+  CHECK(side.report().evicted > 0);
+  const auto pool = world.device().pool.download();
+  const auto ids = world.device().ids.download();
+  const auto free = lists.free_pages();
+  ok(cuda::apply(side.workspace, view, nullptr));
+  CHECK(to_string(side.report().status) == "stale_plan");
+  ok(cuda::commit(side.workspace, view, lists.tables, nullptr));
+  CHECK(to_string(side.report().status) == "stale_plan");
+  CHECK(world.device().pool.download() == pool);
+  CHECK(world.device().ids.download() == ids);
+  CHECK(lists.free_pages() == free);
 }
 
 // --- all or nothing per sequence ----------------------------------------------------------------------------------------
@@ -659,5 +681,40 @@ TEST_CASE(
   launches_at_most(6, HeavyHitter({.heavy = 4, .recent = 2}), shape);
   launches_at_most(6, StreamingSink<SinkForm::exact>({.sinks = 1, .recent = 4}), shape);
   launches_at_most(4, StreamingSink({.sinks = 1, .recent = 4}), shape);
+}
+
+TEST_CASE("cuda::prepare: extend, written and step can be captured once prepared, not before",
+          "[cuda][fault]") {
+  WorldShape shape;
+  World world(shape);
+  const CacheView view = world.device_view();
+  EngineLists lists(world);
+  DeviceBuffer<Status> statuses(3, "statuses");
+  cuda::DeviceExtend what;
+  what.statuses = statuses.data();
+  cuda::DeviceStepOptions options;
+  options.written = true;
+  const auto check = [&](const auto& policy) {
+    DeviceSide side(world, policy);
+    const auto run = [&] {
+      cudaError_t e = cuda::extend(view, lists.tables, what, nullptr);
+      if (e == cudaSuccess) { e = cuda::written(view, LayerId{-1}, nullptr, nullptr); }
+      if (e != cudaSuccess) { return e; }
+      return one_step(policy, view, side, lists.tables, options);
+    };
+    emulator::unload_kernels();
+    for (auto& known : cuda::detail::raised_limits) { known = 0; }
+    emulator::Graph graph;
+    emulator::capture = &graph;
+    CHECK(run() == cudaErrorStreamCaptureUnsupported);
+    emulator::capture = nullptr;
+    ok(cuda::prepare(policy, view, {}, side.workspace.shape));
+    emulator::capture = &graph;
+    ok(run());
+    emulator::capture = nullptr;
+    CHECK(world.difference() == "");  // nothing ran yet
+  };
+  check(HeavyHitter({.heavy = 4, .recent = 2}));
+  check(StreamingSink({.sinks = 1, .recent = 4}));
 }
 #endif

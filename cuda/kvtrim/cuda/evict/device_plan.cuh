@@ -166,7 +166,7 @@ struct DevicePlan {
   TableScope scope = TableScope::group;
   DeviceReport* report = nullptr;    ///< [1]
   TablePlan* table_plans = nullptr;  ///< [sequences, tables]: new lengths, ways of removal
-  HeadPlan* head_plans = nullptr;    ///< [sequences, layers, kv_heads]
+  HeadPlan* head_plans = nullptr;    ///< [sequences, layers, kv_heads]; of tables that evict
   /// By `lists_of`: rows that stay, then the others, or the others alone; null: there is no room for such lists, which plans by
   /// pages do not need
   std::int32_t* rows = nullptr;
@@ -303,9 +303,9 @@ KVTRIM_DEVICE TableRange tables_of_block(const DevicePlan& plan) {
   const std::int64_t first = blockIdx.x * each;
   return {first < all ? first : all, first + each < all ? first + each : all};
 }
-/// Blocks of such launches.
-[[nodiscard]] inline unsigned check_grid(const DevicePlan& plan) noexcept {
-  const unsigned blocks = bounded_grid(plan.all_tables());
+/// Blocks of such launches, for so many pieces of work.
+[[nodiscard]] inline unsigned check_grid(std::int64_t pieces) noexcept {
+  const unsigned blocks = bounded_grid(pieces);
   return blocks < most_check_blocks ? blocks : most_check_blocks;
 }
 

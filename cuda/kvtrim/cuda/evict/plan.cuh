@@ -181,7 +181,8 @@ template <Policy P, class Ranking>
     if (finer && view.layers > 1) { input.refused = Status::unequal_budget; }
   }
   const dim3 threads(table_threads);
-  const dim3 checks(check_grid(made));
+  const std::int64_t of_planes = device_layout_checks(view);
+  const dim3 checks(check_grid(of_planes > made.all_tables() ? of_planes : made.all_tables()));
   const CheckInput checking{base_units(view), view_mark(view), !pass.goes_on, pass.written};
   cudaError_t e = launch(check_kernel<>, checks, threads, 0, stream, view, made, checking);
   if (e != cudaSuccess || view.sequences == 0) { return e; }

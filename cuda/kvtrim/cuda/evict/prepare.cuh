@@ -62,8 +62,8 @@ template <Policy P>
 }  // namespace detail
 
 /// Loads what a step by `policy` launches on the current device: `extend`, `written`, `plan` with its scorer, `apply`, `commit`,
-/// `step`, `accumulate_probabilities` and `rerotate`, for views within `shape`. Call it once, before a capture, with what the plan will
-/// be given; the host reads types, sizes and strides alone, so numbers on the device need not be there yet.
+/// `step`, `accumulate_probabilities` and `rerotate`, for views within `shape`. Call it once, before a capture, with what the plan
+/// will be given; the host reads types, sizes and strides alone, so numbers on the device need not be there yet.
 /// (`accumulate_column_sums` is loaded by `prepare_window_scores`.)
 ///
 /// \returns the first status that is not `cudaSuccess`; `cudaErrorInvalidValue` if there is no kernel for these keys and queries
