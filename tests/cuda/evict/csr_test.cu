@@ -58,6 +58,7 @@ struct CsrWorld {
       indices.insert(indices.end(), list.begin(), list.end());
       indptr.push_back(static_cast<std::int32_t>(indices.size()));
     }
+    indices.insert(indices.end(), 4, -9);  // nor is what lies behind the last one
     device_indices.emplace(indices, "indices");
     device_indptr.emplace(indptr, "indptr");
     device_last.emplace(last, "last_page_len");
