@@ -212,3 +212,36 @@ TEST_CASE("check_layout: a page stride that wraps around by the step of the ids 
     }
   }
 }
+
+TEST_CASE("check_layout: positions and scores are numbers, so they are aligned",
+          "[check_layout][edge]") {
+  std::vector<float> memory(4096);
+  using Member = SequencePlane CacheView::*;
+  for (const Member plane : {&CacheView::positions,
+                             &CacheView::rope_positions,
+                             &CacheView::score_sums,
+                             &CacheView::score_compensations}) {
+    const auto refused = [&](std::ptrdiff_t base, std::int64_t SequencePlane::* stride) {
+      return refusal([&](CacheView& v) {
+        SequencePlane p = SequencePlane::dense(memory.data(), 2, 3, 20);
+        for (std::int64_t* x :
+             {&p.row_stride, &p.head_stride, &p.layer_stride, &p.sequence_stride}) {
+          *x *= 2;  // gaps, so that nothing overlaps
+        }
+        p.base += base;
+        if (stride != nullptr) { p.*stride += 2; }
+        v.*plane = p;
+      });
+    };
+    CHECK(refused(0, nullptr) == "");
+    CHECK(refused(4, nullptr) == "");
+    CHECK_THAT(refused(2, nullptr), ContainsSubstring("multiples of 4"));
+    CHECK_THAT(refused(0, &SequencePlane::head_stride), ContainsSubstring("multiples of 4"));
+    CHECK_THAT(refused(0, &SequencePlane::layer_stride), ContainsSubstring("multiples of 4"));
+    CHECK_THAT(refused(0, &SequencePlane::sequence_stride), ContainsSubstring("multiples of 4"));
+  }
+  // Whatever else an engine registers is moved as bytes.
+  SequencePlane bytes = SequencePlane::dense(memory.data(), 2, 3, 20);
+  bytes.base += 1;
+  CHECK(refusal([&](CacheView& v) { v.more_planes = &bytes, v.more_plane_count = 1; }) == "");
+}

@@ -63,6 +63,13 @@ class Reader {
     bytes_ = bytes_.subspan(n);
     return x;
   }
+  /// The last byte, so that what is read from the front stays as it is; 0: there is none.
+  std::uint8_t last() {
+    if (bytes_.empty()) { return 0; }
+    const std::uint8_t x = bytes_.back();
+    bytes_ = bytes_.first(bytes_.size() - 1);
+    return x;
+  }
   /// 0 .. n-1.
   std::int32_t below(std::int32_t n) { return number<std::uint8_t>() % n; }
   bool coin() { return below(2) == 1; }

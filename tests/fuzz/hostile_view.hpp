@@ -67,22 +67,41 @@ class HostileView {
     view.scope = static_cast<TableScope>(in.below(3));
     flags_ = in.number<std::uint32_t>();
     const auto has = [&](unsigned bit) { return ((flags_ >> bit) & 1U) != 0; };
-    const DType dtype = has(0) ? DType::f16 : DType::f32;
-    const std::int32_t dim = has(1) ? 8 : 2;
+    // What came later than the committed inputs is in the last byte of a quarter of all: quantised elements and where their
+    // scales are, ids that count pieces of blocks, rows that stay in their slots.
+    const std::uint8_t last = in.last();
+    more_ = last >> 6U == 2 ? last & 63U : 0;
+    const auto scales = static_cast<ScalesAt>(more_ % 4);
+    view.fixed_rows = (more_ & 4U) != 0;
+    if ((more_ & 8U) != 0) { view.table.id_step = 2 + in.below(2); }
     const bool own = view.scope != TableScope::head || has(2);
-    const PlaneShape plane{view.page_size, own ? view.kv_heads : 1, dim, dtype};
-    const auto make = [&](bool hnd) {
-      Plane p = hnd      ? Plane::hnd(placeholder<std::byte>(), plane)
-                : has(4) ? Plane::transposed(placeholder<std::byte>(), plane)
-                         : Plane::nhd(placeholder<std::byte>(), plane);
+    const auto make = [&](bool hnd, ScalesAt at_scale) {
+      const bool in_rows = at_scale == ScalesAt::in_rows;
+      const DType dtype = at_scale == ScalesAt::none ? (has(0) ? DType::f16 : DType::f32)
+                          : (more_ & 16U) != 0       ? DType::i8
+                                                     : DType::f8e4m3;
+      const std::int32_t dim = has(1) ? 8 : 2;
+      const PlaneShape plane{
+          view.page_size, own ? view.kv_heads : 1, dim + (in_rows ? 4 : 0), dtype};
+      Plane p = hnd                  ? Plane::hnd(placeholder<std::byte>(), plane)
+                : has(4) && !in_rows ? Plane::transposed(placeholder<std::byte>(), plane)
+                                     : Plane::nhd(placeholder<std::byte>(), plane);
       if (!own) { p.head_stride = 0; }
       p.layer_stride = own || view.scope == TableScope::group ? view.pages * p.page_stride : 0;
       if (view.scope == TableScope::layer && has(3)) { p.layer_stride = 0; }
+      p.head_dim = dim;
+      if (in_rows) { p.scales.in_row = dim; }
+      if (at_scale == ScalesAt::common) {
+        p.scales.base = placeholder<std::byte>();
+        if ((more_ & 32U) != 0) {
+          p.scales.head_stride = 4, p.scales.layer_stride = 4 * view.kv_heads;
+        }
+      }
       return p;
     };
-    view.k = make(has(5));
-    if (has(6)) { view.v = make(has(7)); }
-    if (has(8)) { view.unrotated_keys = make(has(5)); }
+    view.k = make(has(5), scales);
+    if (has(6)) { view.v = make(has(7), (more_ & 32U) != 0 ? scales : ScalesAt::none); }
+    if (has(8)) { view.unrotated_keys = make(has(5), ScalesAt::none); }
     const std::int32_t tables = view.tables_per_sequence();
     view.table.ids = placeholder<std::int32_t>();
     view.table.max_pages = in.below(8);
@@ -109,14 +128,28 @@ class HostileView {
     if (has(21)) { view.rope_positions = rows(); }
     if (has(22)) { view.score_sums = view.score_compensations = rows(); }
     page_planes_.resize(has(23) ? 1 + at(in.below(2)) : 0);
-    for (PagePlane& p : page_planes_) {
+    const std::size_t first_scales = page_planes_.size();
+    if (scales == ScalesAt::beside) {
+      for (Plane* plane : {&view.k, &view.v}) {
+        if (!*plane || element_bytes(plane->dtype) != 1) { continue; }
+        scaled_.push_back({plane, page_planes_.size()});
+        page_planes_.emplace_back();
+      }
+    }
+    for (std::size_t i = 0; i < page_planes_.size(); ++i) {
+      PagePlane& p = page_planes_[i];
       p.base = placeholder<std::byte>();
-      p.row_bytes = 1 + in.below(5);
+      p.row_bytes = i < first_scales ? 1 + in.below(5) : 4;
       p.head_stride = own ? p.row_bytes : 0;
       p.token_stride = p.row_bytes * (own ? view.kv_heads : 1);
       p.page_stride = view.page_size * p.token_stride;
       p.layer_stride = view.k.layer_stride == 0 ? 0 : view.pages * p.page_stride;
       p.of_values = has(24);
+    }
+    for (const Scaled& x : scaled_) {
+      PagePlane& p = page_planes_[x.plane_of_scales];
+      p.of_values = x.plane == &view.v;
+      x.plane->scales = {p.base, p.layer_stride, p.page_stride, p.token_stride, p.head_stride};
     }
     more_planes_.assign(has(25) ? 1 : 0, rows());
     view.page_planes = page_planes_.data();
@@ -172,6 +205,15 @@ class HostileView {
         narrow.push_back(x);
       }
     }
+    for (Plane* p : {&view.k, &view.v}) {
+      if (p->scales.base == nullptr && p->scales.in_row == 0) { continue; }
+      Scales& q = p->scales;
+      for (std::int64_t* x : {&q.layer_stride, &q.page_stride, &q.token_stride, &q.head_stride}) {
+        wide.push_back(x);
+      }
+      narrow.push_back(&q.in_row);
+    }
+    if (view.table.id_step != 1) { narrow.push_back(&view.table.id_step); }
     for (PagePlane& p : page_planes_) {
       for (std::int64_t* x :
            {&p.layer_stride, &p.page_stride, &p.token_stride, &p.head_stride, &p.row_bytes}) {
@@ -264,6 +306,13 @@ class HostileView {
           static_cast<std::int32_t>(i * (flags_ >> 26U) % at(std::max(1, view.pages)));
       if ((flags_ >> 26U) == 0) { words[0].first[i] = static_cast<std::int32_t>(i); }
     }
+    // Ids of keys are multiples of the step, those of values, where they are apart, one more.
+    const std::int32_t step = view.table.id_step;
+    for (std::size_t i = 0; step > 1 && i < words[0].count; ++i) {
+      const bool of_values = view.table.v_offset > 0 && !csr &&
+                             static_cast<std::int64_t>(i) / view.table.v_offset % 2 == 1;
+      words[0].first[i] = words[0].first[i] / step * step + (of_values ? 1 : 0);
+    }
     first_id_ = words[0].first, id_count_ = words[0].count;
     const auto fill_words = [&](std::size_t which, ByteRange range, auto f) {
       std::int32_t* const base = numbers(range, words[which].first, words[which].count);
@@ -318,6 +367,16 @@ class HostileView {
       view.v.base = view.k.base + offset;
     }
     for (PagePlane& p : page_planes_) { p.base = bytes(required_bytes(view, p)); }
+    const auto scales = [&](Plane& p, ByteRange range) {
+      if (p.scales.base != nullptr) { p.scales.base = bytes(range); }
+    };
+    scales(view.k, all.key_scales), scales(view.v, all.value_scales);
+    for (const Scaled& x : scaled_) {  // the same memory, as long as both want as much of it
+      const PagePlane& p = page_planes_[x.plane_of_scales];
+      const ByteRange range = required_bytes(view, p);
+      const ByteRange wanted = x.plane == &view.k ? all.key_scales : all.value_scales;
+      if (range == wanted) { x.plane->scales.base = p.base; }
+    }
     for (SequencePlane& p : more_planes_) { p.base = bytes(required_bytes(view, p, max_rows)); }
     const auto rows = [&](SequencePlane& p, ByteRange range) {
       if (p) { p.base = bytes(range); }
@@ -342,7 +401,10 @@ class HostileView {
                 ? lengths[view.length_rows(SequenceId{s}, view.first_layer(t), view.first_head(t))]
                 : in.below(room);
         state.next_position = state.next_rope_position = std::max(0, state.live_rows);
-        if (in.below(4) == 1) { state.append_row = in.below(room), state.next_position += 3; }
+        if (in.below(4) == 1) {
+          state.append_row = in.below(room);
+          state.next_position = std::min(state.next_position, 0x7FFF'FFF0) + 3;
+        }
         state.ordered = in.below(4) != 1;
         state.open = in.below(16) == 1, state.applied = in.below(16) == 1;
       }
@@ -373,7 +435,14 @@ class HostileView {
     }
   }
 
-  std::uint32_t flags_ = 0;
+  enum class ScalesAt : std::uint8_t { none, common, beside, in_rows };
+  struct Scaled {
+    Plane* plane;
+    std::size_t plane_of_scales;
+  };
+
+  std::uint32_t flags_ = 0, more_ = 0;
+  std::vector<Scaled> scaled_;
   const std::int32_t* first_id_ = nullptr;
   std::size_t id_count_ = 0;
   std::vector<std::unique_ptr<std::byte[]>> blocks_;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Files that the programs read: prompts, samples, results for the report, a model's config.json. Each is read, or refused with
-// words that name the file. The first byte says which.
+// Files that the programs read: prompts, samples, results and traces for the report, a model's config.json. Each is read, or
+// refused with words that name the file. The first byte says which.
 #include "fuzz/fuzz.hpp"
 #include "program/eval_data.hpp"
 #include "program/model_shapes.hpp"

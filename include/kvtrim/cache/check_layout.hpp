@@ -311,6 +311,21 @@ inline void check_sequence_planes(const CacheView& view) {
     }
     check_region(name(i), region_of(view, p));
     static_cast<void>(required(view, p, most_rows, name(i)));
+    // Those of the view are read and written as numbers, the others as bytes.
+    const bool aligned = address_of(p.base) % 4 == 0 && p.row_stride % 4 == 0 &&
+                         (view.sequences <= 1 || p.sequence_stride % 4 == 0) &&
+                         (view.layers <= 1 || p.layer_stride % 4 == 0) &&
+                         (view.kv_heads <= 1 || p.head_stride % 4 == 0);
+    if (i < named && !aligned) {
+      throw_invalid_argument(
+          "kvtrim::CacheView: {} are not aligned: their base and their strides of {}, {}, {} and "
+          "{} bytes must be multiples of 4",
+          name(i),
+          p.sequence_stride,
+          p.layer_stride,
+          p.head_stride,
+          p.row_stride);
+    }
     for (std::int32_t j = 0; j < i; ++j) {
       const SequencePlane q = plane(j);
       const std::int64_t delta = address_of(p.base) - address_of(q.base);
@@ -385,8 +400,9 @@ inline void check_sharing(const CacheView& view) {
 /// eviction from the owner is then eviction for all of its users.
 ///
 /// \throws std::invalid_argument if an extent is below 1, a base is null, elements, planes or layers overlap or reach beyond
-///   64 bits, a layer or head lacks a stride that its table, or the keys, call for, or has ids or a length of its own where one
-///   table serves several (the message gives the numbers). How large the buffers must be: `required_bytes`
+///   64 bits, positions or scores are not aligned to 4 bytes, a layer or head lacks a stride that its table, or the keys, call
+///   for, or has ids or a length of its own where one table serves several (the message gives the numbers). How large the
+///   buffers must be: `required_bytes`
 /// \par Complexity
 /// O((planes * layers)^2) with `layer_bases`, O(planes^2) without
 inline void check_layout(const CacheView& view) {
