@@ -5,6 +5,7 @@
 // strides and alignments are looked at, never the data.
 
 #include <kvtrim/cache/cache_view.hpp>
+#include <kvtrim/core/status.hpp>
 #include <kvtrim/cuda/detail/device.hpp>
 #include <kvtrim/observe/observation.hpp>
 
