@@ -11,13 +11,8 @@ namespace kvtrim::cuda::detail {
 
 template __global__ void attention_kernel<__nv_fp8_e4m3, 64>(AttentionArgs);
 template __global__ void accumulate_kernel<accumulate_threads>(AccumulateArgs);
-template __global__ void pool_kernel<pool_threads>(CacheView,
-                                                   TileList,
-                                                   WindowParams,
-                                                   std::int32_t,
-                                                   const float*,
-                                                   const std::int32_t*,
-                                                   ScoreRows);
+template __global__ void pool_kernel<pool_threads>(
+    CacheView, TileList, WindowParams, std::int32_t, const float*, const std::int32_t*, ScoreRows);
 template __global__ void select_kernel<true>(
     RowScores, const SelectTask*, SelectBounds, bool, std::int32_t*, std::int32_t*);
 
