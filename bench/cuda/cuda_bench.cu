@@ -5,9 +5,10 @@
 // states, counts of owners, accumulated scores. Writes JSON to stdout and a table to stderr; exit code 77 without a device.
 
 #include <kvtrim/cuda/evict/apply.cuh>
-#include <kvtrim/cuda/evict/commit.cuh>
+#include <kvtrim/cuda/evict/extend.cuh>
 #include <kvtrim/cuda/evict/plan.cuh>
 #include <kvtrim/cuda/evict/prepare.cuh>
+#include <kvtrim/cuda/evict/step.cuh>
 #include <kvtrim/cuda/evict/window_scorer.cuh>
 #include <kvtrim/cuda/score/window.cuh>
 #include <kvtrim/cuda/select/top_k.cuh>
@@ -15,8 +16,6 @@
 #include <kvtrim/policy/heavy_hitter.hpp>
 #include <kvtrim/policy/policy.hpp>
 #include <kvtrim/policy/snapkv_selector.hpp>
-
-#include "../../examples/cuda_free_pages.cuh"
 
 #include <cub/device/device_segmented_radix_sort.cuh>
 
@@ -403,8 +402,8 @@ struct MoveBench {
   PlanShape bounds;
 };
 
-/// A step of a batch that generates: a row for every sequence, the plan of what it evicts, its moves, its tables. One table for
-/// all layers and KV heads.
+/// A step of a batch that generates: a row for every sequence from a list of free pages, and what is evicted, in one call. One
+/// table for all layers and KV heads.
 void bench_decode(Results& results, std::int32_t sequences, std::int32_t budget, double target) {
   MoveBench cache(sequences, budget + MoveBench::page_size);
   const HeavyHitter policy({.heavy = budget / 2, .recent = budget / 2});
@@ -424,21 +423,20 @@ void bench_decode(Results& results, std::int32_t sequences, std::int32_t budget,
   const std::size_t bytes = kvtrim::cuda::plan_workspace_bytes(policy, bounds);
   const Buffer<std::byte> memory(bytes);
   const kvtrim::cuda::PlanWorkspace workspace{bounds, memory.data(), bytes};
-  const Buffer<std::int32_t> freed(static_cast<std::size_t>(cache.pages));
-  const Buffer<std::int32_t> freed_count(1);
+  const Buffer<std::int32_t> free_count(std::vector<std::int32_t>{cache.pages / 2, 0});
   const Buffer<Status> statuses(static_cast<std::size_t>(sequences));
   kvtrim::cuda::DeviceTables tables;
   tables.ids = cache.ids.data();
   tables.ref_counts = cache.ref_counts.data();
-  tables.freed = freed.data();
-  tables.freed_count = freed_count.data();
+  tables.free = {cache.spares.data(), free_count.data(), cache.pages};
+  kvtrim::cuda::DeviceExtend next_token;
+  next_token.statuses = statuses.data();
+  kvtrim::cuda::DeviceStepOptions written;
+  written.written = true;
   must(kvtrim::cuda::prepare(policy, view, {}, bounds), "prepare");
   const Timed step = timed(1, [&](cudaStream_t stream, int) {
-    cuda_step::append_kernel<><<<1, static_cast<unsigned>(sequences), 0, stream>>>(
-        view, cache.ids.data(), {freed.data(), freed_count.data()}, statuses.data());
-    must(kvtrim::cuda::plan(policy, view, {}, workspace, stream), "plan");
-    must(kvtrim::cuda::apply(workspace, view, stream), "apply");
-    must(kvtrim::cuda::commit(workspace, view, tables, stream), "commit");
+    must(kvtrim::cuda::extend(view, tables, next_token, stream), "extend");
+    must(kvtrim::cuda::step(policy, view, {}, workspace, tables, stream, written), "step");
   });
   kvtrim::cuda::DeviceReport report;
   must(cudaMemcpy(&report,
