@@ -305,14 +305,26 @@ TEST_CASE("cuda::written: a table is closed once all layers that it serves are w
 
 namespace {
 
-/// Decode steps on both sides: extend, more attention, evict; pages go round.
+/// Decode steps on both sides: extend, more attention, evict; pages go round, whether or not their owners are counted.
 template <class P>
 void decode(const P& policy, const WorldShape& shape, int steps) {
   World world(shape);
   FreeList list(world, world.spares());
   list.what.each = 1;
   const CacheView host = world.host_view();
-  const CacheView view = world.device_view();
+  CacheView view = world.device_view();
+  // An owner for every page, except for those in the list.
+  const auto owners = [&] {
+    std::vector<std::int32_t> counts(static_cast<std::size_t>(world.pages()), 1);
+    for (const std::int32_t page : list.host) { counts[static_cast<std::size_t>(page)] = 0; }
+    return counts;
+  };
+  if (GENERATE(false, true)) {
+    list.counts.upload(owners());
+    list.tables.ref_counts = list.counts.data();
+    view.writable.ref_counts = list.counts.data();
+  }
+  const bool counted = view.writable.ref_counts != nullptr;
   PlanShape bounds = plan_shape(host);
   bounds.max_rows = world.capacity();
   const std::size_t bytes = cuda::plan_workspace_bytes(policy, bounds);
@@ -327,6 +339,7 @@ void decode(const P& policy, const WorldShape& shape, int steps) {
     ok(cuda::extend(view, list.tables, list.what, nullptr));
     REQUIRE(list.names() == want);
     REQUIRE(world.difference() == "");
+    if (counted) { REQUIRE(list.counts.download() == owners()); }
     // What attention would have added.
     auto& sums = world.host().sums;
     for (std::size_t r = static_cast<std::size_t>(i) % 3; r < sums.size(); r += 3) {
@@ -344,6 +357,7 @@ void decode(const P& policy, const WorldShape& shape, int steps) {
     ok(cuda::step(policy, view, {}, workspace, list.tables, nullptr, options));
     REQUIRE(world.difference() == "");
     REQUIRE(list.on_device() == list.host);
+    if (counted) { REQUIRE(list.counts.download() == owners()); }
   }
 }
 

@@ -169,7 +169,7 @@ KVTRIM_DEVICE void share_pages(const CacheView& view,
   __syncthreads();
 }
 
-/// Puts new pages into the tables of a sequence. False if the list names pages that the pool does not have: nothing was written.
+/// Puts new pages into the tables of a sequence, each with this one owner. False if the list names pages that the pool does not have: nothing was written.
 /// For a whole block.
 KVTRIM_DEVICE bool take_pages(const CacheView& view,
                               const DeviceTables& out,
@@ -199,13 +199,19 @@ KVTRIM_DEVICE bool take_pages(const CacheView& view,
     const std::int32_t before = done + block_sum_before(mine, shared.counts, here);
     done += here;
     if (mine == 0) { continue; }
+    const LayerId l = view.first_layer(t);
+    const HeadId h = view.first_head(t);
     std::int32_t* const entries =
-        out.ids +
-        view.table.rows(s, view.first_layer(t), view.first_head(t)) * view.table.row_stride +
-        x.first_entry;
+        out.ids + view.table.rows(s, l, h) * view.table.row_stride + x.first_entry;
+    const auto take = [&](std::int64_t entry, std::int32_t page) {
+      entries[entry] = page;
+      if (out.ref_counts != nullptr) {
+        out.ref_counts[view.writable.index(PageId{page}, l, h)] = 1;
+      }
+    };
     for (std::int32_t e = 0; e < mine; ++e) {
-      entries[e] = top[-1 - (before + e) * each];
-      if (each == 2) { entries[e + view.table.v_offset] = top[-2 - (before + e) * each]; }
+      take(e, top[-1 - (before + e) * each]);
+      if (each == 2) { take(e + view.table.v_offset, top[-2 - (before + e) * each]); }
     }
   }
   return true;
@@ -347,7 +353,7 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(extend_threads)
 ///
 /// The rows get their positions, and scores of 0; what else is indexed by row (`CacheView::more_planes`) is the engine's. The first
 /// row fills the hole that the last eviction left. New pages are taken from the end of `tables.free`, in the order of
-/// sequences; a sequence that does not find enough takes none.
+/// sequences, and have one owner; a sequence that does not find enough takes none.
 ///
 /// \param view    pointers inside it are device pointers; a dense table with states, without reserved pages
 /// \param tables  the engine's arrays, writable; `tables.free` is the list of free pages
