@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// What must hold of a view's strides, checked once, where the view is created. Rows move plane by plane, so no byte may
-// belong to two planes, or to two rows of one: it would be moved twice, from where it no longer is. Over 400 lines: the checks of planes share their regions and names.
+// What must hold of a view's strides, checked once, where the view is created. Rows move plane by plane, so no byte may belong to
+// two planes, or to two rows of one: it would be moved twice, from where it no longer is. Over 400 lines: the checks of planes
+// share their regions and names.
 
 #include <kvtrim/cache/cache_view.hpp>
 #include <kvtrim/cache/detail/parts.hpp>

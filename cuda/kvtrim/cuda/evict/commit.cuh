@@ -112,7 +112,8 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(table_threads)
 
 }  // namespace detail
 
-/// Stores the tables, lengths and states of an applied plan (entries that stay keep their flag bits), and drops the references of the pages it releases.
+/// Stores the tables, lengths and states of an applied plan (entries that stay keep their flag bits), and drops the references of
+/// the pages it releases.
 ///
 /// Nothing is written if the plan was not applied or was committed before: then the report's status is `not_applied` or
 /// `stale_plan`, and `freed_count` is 0. A sequence that ended since (it has no rows, or its state is no longer `applied`) is

@@ -5,7 +5,8 @@
 //
 // Who gets pages is decided for all sequences in their order, so that the same cache always gets the same pages. Every block
 // decides it anew, from states that nobody changes before the last block does, and fills in the rows of its own sequences. The
-// blocks are so few that they read about a million states in all.
+// blocks are so few that they read about a million states in all. Over 400 lines: one launch does it, and its parts share what
+// was decided.
 
 #include <kvtrim/cache/cache_view.hpp>
 #include <kvtrim/cache/check_tables.hpp>
@@ -169,8 +170,8 @@ KVTRIM_DEVICE void share_pages(const CacheView& view,
   __syncthreads();
 }
 
-/// Puts new pages into the tables of a sequence, each with this one owner. False if the list names pages that the pool does not have: nothing was written.
-/// For a whole block.
+/// Puts new pages into the tables of a sequence, each with this one owner. False if the list names pages that the pool does not
+/// have: nothing was written. For a whole block.
 KVTRIM_DEVICE bool take_pages(const CacheView& view,
                               const DeviceTables& out,
                               const DeviceExtend& what,

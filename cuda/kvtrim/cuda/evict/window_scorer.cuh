@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Scores of the window (SnapKV, PyramidKV, PageSelector, TOVA) inside a device plan. Separate from device_scorer.cuh, because it brings all score kernels with it.
+// Scores of the window (SnapKV, PyramidKV, PageSelector, TOVA) inside a device plan. Separate from device_scorer.cuh, because it
+// brings all score kernels with it.
 
 #include <kvtrim/cuda/detail/device.hpp>
 #include <kvtrim/cuda/evict/device_scorer.cuh>

@@ -258,7 +258,8 @@ struct KeyScoreMemory {
 /// \param workspace    [key_scores_workspace_bytes(score, view)], at a multiple of 256; one per stream
 /// \pre the tables name a page for every live row of the tables that are scored
 /// \returns `cudaErrorInvalidValue` before anything is launched: keys of a type that cannot be read, an address or a stride that
-///   is not a multiple of the element, no page table, scales of single rows, a workspace that is too small; otherwise the launches' status
+///   is not a multiple of the element, no page table, scales of single rows, a workspace that is too small;
+///   otherwise the launches' status
 /// \par Ties
 ///   none broken here. NaN: a key that is not finite scores NaN; a key of norm 0 scores 0
 /// \par Error
