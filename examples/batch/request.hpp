@@ -18,6 +18,7 @@
 #include "llama_engine/tokenizer.hpp"
 #include "program/eval_data.hpp"
 #include "program/needles.hpp"
+#include "program/strict.hpp"
 
 namespace batch {
 
@@ -81,7 +82,7 @@ inline void append(const engine::Tokenizer& tokenizer,
                    const nlohmann::json& part,
                    std::vector<Token>& to) {
   const auto ids = part.is_string() ? tokenizer.encode(part.get<std::string>(), true)
-                                    : part.get<std::vector<Token>>();
+                                    : program::strict<std::vector<Token>>(part);
   to.insert(to.end(), ids.begin(), ids.end());
 }
 
@@ -104,9 +105,11 @@ inline void append(const engine::Tokenizer& tokenizer,
   program::detail::for_each_json_line(path, [&](const nlohmann::json& line) {
     Request r;
     line.at("id").get_to(r.id);
-    r.arrival = line.value("arrival", std::int64_t{0});
+    r.arrival = line.contains("arrival") ? program::strict<std::int64_t>(line["arrival"]) : 0;
     r.answer = line.value("answer", std::string());
-    const auto most = line.value("max_tokens", std::int64_t{max_tokens});
+    const auto most = line.contains("max_tokens")
+                          ? program::strict<std::int64_t>(line["max_tokens"])
+                          : std::int64_t{max_tokens};
     if (most > std::numeric_limits<std::int32_t>::max()) {
       throw std::runtime_error("request " + r.id + ": max_tokens is " + std::to_string(most) +
                                ", more than the model's context of " +

@@ -4,6 +4,7 @@
 #include <sys/file.h>
 
 #include <cerrno>
+#include <cstdint>
 #include <cstdio>
 #include <cstring>
 #include <filesystem>
@@ -14,6 +15,7 @@
 #include <utility>
 
 #include "program/console.hpp"
+#include "program/strict.hpp"
 
 namespace evaluate {
 
@@ -22,21 +24,23 @@ namespace {
 // What the program reads again must be there, and be of its type.
 void check(const Json& line) {
   const auto has = [&]<class T>(T, std::initializer_list<const char*> keys) {
-    for (const char* key : keys) static_cast<void>(line.at(key).get<T>());
+    for (const char* key : keys) static_cast<void>(program::strict<T>(line.at(key)));
   };
   const std::string kind = line["kind"];
   if (kind == "answer") {
     has(std::string(), {"task", "prompt", "policy", "question"});
-    has(double{}, {"turn", "length", "score", "bytes"});
+    has(double{}, {"score", "bytes"});
+    has(std::int32_t{}, {"turn", "length"});
     has(bool{}, {"correct"});
     static_cast<void>(line.at("removed"));
   } else if (kind == "perplexity") {
     has(std::string(), {"task", "prompt", "policy"});
-    has(double{}, {"length", "predictions", "log_probability"});
+    has(double{}, {"log_probability"});
+    has(std::int64_t{}, {"length", "predictions"});
     static_cast<void>(line.at("removed"));
   } else if (kind == "task") {
     has(std::string(), {"task"});
-    has(double{}, {"length"});
+    has(std::int32_t{}, {"length"});
     has(bool{}, {"dropped"});
   }
 }

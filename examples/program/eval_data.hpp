@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "console.hpp"
+#include "strict.hpp"
 
 namespace program {
 
@@ -25,7 +26,13 @@ struct Needle {
   std::vector<Token> context;
   std::vector<Token> question;
 };
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Needle, id, tokens, answer, context, question)
+inline void from_json(const nlohmann::json& line, Needle& n) {
+  n.id = line.at("id").get<std::string>();
+  n.tokens = strict<std::int32_t>(line.at("tokens"));
+  n.answer = line.at("answer").get<std::string>();
+  n.context = strict<std::vector<Token>>(line.at("context"));
+  n.question = strict<std::vector<Token>>(line.at("question"));
+}
 
 /// A text to be predicted from its beginning.
 struct Sample {
@@ -89,9 +96,9 @@ void for_each_json_line(const std::string& path, F f) {
   std::vector<Sample> samples;
   detail::for_each_json_line(path, [&](const nlohmann::json& line) {
     Sample s;
-    line.at("ids").get_to(s.ids);
+    s.ids = strict<std::vector<Token>>(line.at("ids"));
     // Signed: -1 would be a size that overflows.
-    const auto prefill = line.at("prefill").get<std::int64_t>();
+    const auto prefill = strict<std::int64_t>(line.at("prefill"));
     if (prefill < 1 || prefill > static_cast<std::int64_t>(s.ids.size()) - 2) {
       throw std::runtime_error("prefill " + std::to_string(prefill) + " of " +
                                std::to_string(s.ids.size()) +

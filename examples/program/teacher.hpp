@@ -12,6 +12,7 @@
 
 #include "eval_data.hpp"
 #include "llama_engine/tokenizer.hpp"
+#include "strict.hpp"
 
 namespace program {
 
@@ -25,7 +26,7 @@ namespace program {
   } else {
     detail::for_each_json_line(path, [&](const nlohmann::json& line) {
       for (const nlohmann::json& id : line.at("ids")) {
-        const auto token = id.get<std::int64_t>();
+        const auto token = strict<std::int64_t>(id);
         if (token < 0 || static_cast<std::size_t>(token) >= tokenizer.vocabulary()) {
           throw std::runtime_error("token " + std::to_string(token) +
                                    " is outside the vocabulary of " +

@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "program/eval_data.hpp"
+#include "program/strict.hpp"
 #include "results.hpp"
 
 namespace report {
@@ -28,7 +29,7 @@ namespace detail {
 template <class T>
 T value(const Json& line, const char* key) {
   try {
-    return line.at(key).get<T>();
+    return program::strict<T>(line.at(key));
   } catch (const Json::exception& error) {
     throw std::runtime_error("'" + std::string(key) + "': " + error.what());
   }

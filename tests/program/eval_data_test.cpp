@@ -131,6 +131,35 @@ TEST_CASE("eval data: a sample must leave something to read and something to pre
                     ContainsSubstring("prefill 1 of 0 ids"));
 }
 
+TEST_CASE("eval data: a number that is not whole, or out of range, is refused", "[program][edge]") {
+  const Folder folder;
+  // nlohmann-json would cut the first, wrap the next two, and convert the last two with undefined behaviour.
+  for (const char* number : {"1.5",
+                             "4294967297",
+                             "-2147483649",
+                             "18446744073709551615",
+                             "2666666666666666666666666666",
+                             "1e300"}) {
+    INFO(number);
+    const std::string n(number);
+    const auto says = ContainsSubstring("line 1: ") &&
+                      ContainsSubstring(" is no whole number from -2147483648 to 2147483647");
+    CHECK_THROWS_WITH(read_samples(folder.with("s", "{\"prefill\":1,\"ids\":[1," + n + ",3]}"), 0),
+                      says);
+    const auto needle = [&](const std::string& tokens, const std::string& context) {
+      return folder.with("n",
+                         "{\"id\":\"a\",\"tokens\":" + tokens + ",\"answer\":\"b\",\"context\":[" +
+                             context + "],\"question\":[7]}");
+    };
+    CHECK_THROWS_WITH(read_needles(needle(n, "1"), 0, 0), says);
+    CHECK_THROWS_WITH(read_needles(needle("2", n), 0, 0), says);
+  }
+  CHECK_THROWS_WITH(read_samples(folder.with("s", R"({"prefill":1.5,"ids":[1,2,3]})"), 0),
+                    ContainsSubstring("1.5 is no whole number"));
+  CHECK_THROWS_WITH(read_samples(folder.with("s", R"({"prefill":true,"ids":[1,2,3]})"), 0),
+                    ContainsSubstring("line 1: "));
+}
+
 TEST_CASE("eval data: samples are evenly spaced, first at the text's beginning, last at its end",
           "[program]") {
   std::vector<Token> text(103);
