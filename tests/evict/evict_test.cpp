@@ -85,6 +85,10 @@ void operator delete[](void* p, std::size_t, std::align_val_t) noexcept {
 }
 
 TEST_CASE("evict: plan, apply and commit allocate nothing", "[evict][property]") {
+  if (std::getenv("KVTRIM_TEST_UNWRITTEN") != nullptr) {
+    WARN("valgrind counts allocations in place of this program");
+    return;
+  }
   REQUIRE([] {
     const std::int64_t before = allocations;
     const std::vector<int> one(1);
