@@ -52,10 +52,11 @@ struct WorldShape {
   bool scales = false;                // a page plane of 6 bytes per row and head
   std::int32_t tokens_per_scale = 1;  // rows of a page that have a scale in common; 0: all
   bool separate_values = false;
-  bool flags = false;                 // a bit beside the id of every second entry
-  std::int32_t reserved = 0;          // entries behind the used ones of every table
-  bool counters = false;              // `CacheView::generations`
-  bool unrotated = false;             // keys before RoPE, layer by layer
+  bool flags = false;         // a bit beside the id of every second entry
+  std::int32_t reserved = 0;  // entries behind the used ones of every table
+  bool counters = false;      // `CacheView::generations`
+  bool unrotated = false;     // keys before RoPE, layer by layer
+  bool rope = false;          // rope positions; keys are numbers. Of shuffled rows, 0 to n - 1
   std::int32_t value_base_shift = 0;  // bytes that the values of layer l begin later: l times this
   std::uint32_t seed = 1;
 };
@@ -68,6 +69,7 @@ struct WorldArrays {
   Array<std::int32_t> ids;
   Array<std::int32_t> first_rows;
   Array<std::int32_t> positions;
+  Array<std::int32_t> ropes;
   Array<float> sums;
   Array<float> compensations;
   Array<SequenceState> states;
@@ -165,6 +167,7 @@ class World {
         }
       }
     }
+    if (shape.rope) { number_rows(random); }
     host_.page_planes.resize(shape.scales ? 1 : 0);
     host_.layer_bases.resize(
         shape.layout == WorldLayout::layer_bases || shape.layout == WorldLayout::latent_bases
@@ -174,6 +177,7 @@ class World {
                       static_cast<std::size_t>(shape.value_base_shift * shape.layers));
     host_.unrotated.resize(shape.unrotated ? static_cast<std::size_t>(half()) : 0);
     for (std::byte& b : host_.unrotated) { b = static_cast<std::byte>(random()); }
+    if (shape.rope) { fill_numbers(host_.unrotated, random); }
     device_ = std::make_unique<Device>(*this);
     fill_pointers(host_, host_.pool.data(), host_.scales.data(), host_.unrotated.data());
     WorldArrays<HostArray> pointers;
@@ -199,6 +203,7 @@ class World {
     if (device_->counters.download() != host_.counters) { return "counters"; }
     if (device_->ids.download() != host_.ids) { return "page ids"; }
     if (device_->positions.download() != host_.positions) { return "positions"; }
+    if (device_->ropes.download() != host_.ropes) { return "rope positions"; }
     const auto same_bits = [](const std::vector<float>& a, const std::vector<float>& b) {
       return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * 4) == 0;  // NaN too
     };
@@ -227,6 +232,7 @@ class World {
           ids(w.host_.ids, "page ids"),
           first_rows(w.host_.first_rows, "first rows"),
           positions(w.host_.positions, "positions"),
+          ropes(w.host_.ropes, "rope positions"),
           sums(w.host_.sums, "sums"),
           compensations(w.host_.compensations, "compensations"),
           states(w.host_.states, "states"),
@@ -240,6 +246,7 @@ class World {
     DeviceBuffer<std::int32_t> ids;
     DeviceBuffer<std::int32_t> first_rows;
     DeviceBuffer<std::int32_t> positions;
+    DeviceBuffer<std::int32_t> ropes;
     DeviceBuffer<float> sums;
     DeviceBuffer<float> compensations;
     DeviceBuffer<SequenceState> states;
@@ -256,6 +263,23 @@ class World {
   [[nodiscard]] std::int64_t half() const {  // bytes of the keys of all layers
     return static_cast<std::int64_t>(shape_.k_dim) * element_bytes(shape_.dtype) * shape_.layers *
            pages_ * shape_.page_size * shape_.kv_heads;
+  }
+
+  // Rope positions beside the positions, and keys and values that are numbers.
+  void number_rows(std::mt19937& random) {
+    host_.ropes = host_.positions;
+    for (std::int32_t& p : host_.ropes) { p += shape_.shuffled ? -10 : p < 0 ? 0 : 5; }
+    for (SequenceState& state : host_.states) {
+      state.next_rope_position = state.live_rows + (shape_.shuffled ? 0 : 15);
+    }
+    fill_numbers(host_.pool, random);
+  }
+  void fill_numbers(std::vector<std::byte>& bytes, std::mt19937& random) const {
+    std::normal_distribution<float> normal;
+    const auto element = static_cast<std::size_t>(element_bytes(shape_.dtype));
+    for (std::size_t i = 0; i + element <= bytes.size(); i += element) {
+      store_element(bytes.data() + i, shape_.dtype, normal(random));
+    }
   }
 
   void fill_pointers(WorldArrays<HostArray>& arrays,
@@ -377,6 +401,10 @@ class World {
           SequencePlane::dense(a.sums.data(), shape_.layers, shape_.kv_heads, capacity());
       v.score_compensations =
           SequencePlane::dense(a.compensations.data(), shape_.layers, shape_.kv_heads, capacity());
+    }
+    if (shape_.rope) {
+      v.rope_positions =
+          SequencePlane::dense(a.ropes.data(), shape_.layers, shape_.kv_heads, capacity());
     }
     if (shape_.scales) {
       v.page_planes = a.page_planes.data();

@@ -29,11 +29,13 @@ namespace kvtrim::test {
 namespace {
 
 using HostPlan = void (*)();
+template <class P>
+using PlanOf = Plan (*)(const P&, const CacheView&, const Observation&, Removal, ReservedPages);
 
 template <class... P>
 void instantiate(const std::tuple<P...>&) {
   [[maybe_unused]] static const volatile HostPlan all[] = {
-      reinterpret_cast<HostPlan>(&host_plan<P>)...};
+      reinterpret_cast<HostPlan>(static_cast<PlanOf<P>>(&host_plan<P>))...};
 }
 
 }  // namespace

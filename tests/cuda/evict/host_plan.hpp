@@ -16,13 +16,21 @@ template <class P>
 Plan host_plan(const P& policy,
                const CacheView& view,
                const Observation& obs,
+               const PlanOptions& options) {
+  std::vector<std::byte> workspace(plan_workspace_bytes(policy, plan_shape(view, obs)));
+  return Plan(plan(policy, view, obs, workspace, options));
+}
+
+template <class P>
+Plan host_plan(const P& policy,
+               const CacheView& view,
+               const Observation& obs,
                Removal removal,
                ReservedPages reserved) {
-  std::vector<std::byte> workspace(plan_workspace_bytes(policy, plan_shape(view, obs)));
   PlanOptions options;
   options.removal = removal;
   options.reserved = reserved;
-  return Plan(plan(policy, view, obs, workspace, options));
+  return host_plan(policy, view, obs, options);
 }
 
 }  // namespace kvtrim::test

@@ -9,4 +9,9 @@ namespace kvtrim::test {
 
 template Plan host_plan(
     const ByScore&, const CacheView&, const Observation&, Removal, ReservedPages);
+template Plan host_plan(const ByScore&, const CacheView&, const Observation&, const PlanOptions&);
+template Plan host_plan(const StreamingSink<>&,
+                        const CacheView&,
+                        const Observation&,
+                        const PlanOptions&);
 }  // namespace kvtrim::test

@@ -6,6 +6,7 @@
 #include <kvtrim/cache/cache_view.hpp>
 #include <kvtrim/evict/plan.hpp>
 #include <kvtrim/evict/plan_bytes.hpp>
+#include <kvtrim/evict/plan_options.hpp>
 #include <kvtrim/observe/observation.hpp>
 #include <kvtrim/observe/plan_shape.hpp>
 #include <kvtrim/policy/external.hpp>
@@ -44,5 +45,12 @@ Plan host_plan(const P& policy,
                const Observation& obs,
                Removal removal,
                ReservedPages reserved = ReservedPages::follow);
+
+/// The same with all options.
+template <class P>
+Plan host_plan(const P& policy,
+               const CacheView& view,
+               const Observation& obs,
+               const PlanOptions& options);
 
 }  // namespace kvtrim::test

@@ -57,6 +57,26 @@ KVTRIM_DEVICE T block_sum(T value, BlockScan<Threads, T>& shared) {
   return all;
 }
 
+/// Largest `value` of all threads; every thread gets it.
+template <int Threads>
+KVTRIM_DEVICE std::int32_t block_max(std::int32_t value, BlockScan<Threads, std::int32_t>& shared) {
+  value = __reduce_max_sync(full_warp, value);
+  if ((threadIdx.x & 31U) == 0) { shared.warps[threadIdx.x >> 5U] = value; }
+  __syncthreads();
+  std::int32_t best = shared.warps[0];
+  KVTRIM_UNROLL
+  for (unsigned w = 1; w < Threads / 32; ++w) {
+    best = shared.warps[w] > best ? shared.warps[w] : best;
+  }
+  __syncthreads();
+  return best;
+}
+/// The smallest.
+template <int Threads>
+KVTRIM_DEVICE std::int32_t block_min(std::int32_t value, BlockScan<Threads, std::int32_t>& shared) {
+  return ~block_max(~value, shared);
+}
+
 /// Number of threads before this one whose `flag` is set; `total`: of all of them.
 template <int Threads>
 KVTRIM_DEVICE std::int32_t block_rank(bool flag,

@@ -16,6 +16,7 @@
 #include <kvtrim/cuda/evict/detail/finish.cuh>
 #include <kvtrim/cuda/evict/detail/fits.cuh>
 #include <kvtrim/cuda/evict/detail/references.cuh>
+#include <kvtrim/cuda/evict/detail/renumber.cuh>
 #include <kvtrim/cuda/evict/detail/row_plane.cuh>
 #include <kvtrim/cuda/evict/device_plan.cuh>
 
@@ -418,16 +419,19 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(move_threads, 2)
 
 }  // namespace detail
 
-/// Moves what the plan in `workspace` says. Tables and lengths stay unchanged until `commit`.
+/// Moves what the plan in `workspace` says, and brings keys to their new rope positions. Tables and lengths stay unchanged until
+/// `commit`.
 ///
 /// Sequences that the plan refuses stay as they are. Writes nothing if the plan was applied before, if it is not for this cache
 /// (a later plan was made in the same workspace), or if a table that it evicts from is no longer what the plan was made from:
-/// then the report's status is `stale_plan` (never if nothing goes). Other tables may have changed.
+/// then the report's status is `stale_plan` (never if nothing goes); or if it was made with another position mode: `bad_plan`.
+/// Other tables may have changed.
 ///
 /// \param workspace  as given to `plan`
 /// \param view       as given to `plan`
-/// \returns `cudaErrorInvalidValue` before any launch for a misaligned plane or a workspace that holds no plan; otherwise the
-///   launches' status
+/// \param rotation   as given to `plan`
+/// \returns `cudaErrorInvalidValue` before any launch for a misaligned plane, a workspace that holds no plan or keys that cannot be
+///   rotated so; otherwise the launches' status
 /// \par Complexity
 /// O(rows that move)
 /// \par Stream
@@ -435,10 +439,12 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(move_threads, 2)
 /// recorded after this
 [[nodiscard]] inline cudaError_t apply(const PlanWorkspace& workspace,
                                        const CacheView& view,
-                                       cudaStream_t stream) noexcept {
+                                       cudaStream_t stream,
+                                       const DeviceRotation& rotation = {}) noexcept {
   using namespace detail;
   const DevicePlan plan = device_plan(workspace);
-  if (plan.report == nullptr || !detail::fits(view, workspace.shape)) {
+  if (plan.report == nullptr || !detail::fits(view, workspace.shape) ||
+      !rotation_fits(view, rotation, plan.max_rows)) {
     return cudaErrorInvalidValue;
   }
   if (view.sequences == 0) { return cudaSuccess; }
@@ -460,9 +466,11 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(move_threads, 2)
                view,
                plan,
                view_mark(view),
-               ComparePass::apply);
+               ComparePass::apply,
+               rotation.mode);
   }
-  return e != cudaSuccess ? e : move_rows(view, plan, {}, stream);
+  if (e == cudaSuccess) { e = move_rows(view, plan, {}, stream); }
+  return e != cudaSuccess ? e : renumber_rows(view, plan, rotation, stream);
 }
 
 }  // namespace kvtrim::cuda

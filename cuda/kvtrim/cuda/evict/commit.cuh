@@ -90,6 +90,9 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(table_threads)
         state.live_rows = table.live_after;
         state.append_row = table.append_row;
         state.ordered = table.ordered_after;
+        if (plan.control->positions == PositionMode::in_cache) {
+          state.next_rope_position = table.live_after;
+        }
         state.steps = 0;
         state.rows_at_eviction = table.live_after;
         state.applied = false;
@@ -162,7 +165,8 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(table_threads)
                view,
                plan,
                view_mark(view),
-               ComparePass::commit);
+               ComparePass::commit,
+               PositionMode::keep);
   }
   if (e == cudaSuccess && out.indptr != nullptr) {
     e = launch(csr_starts_kernel<>, dim3(1), threads, 0, stream, view, plan, out.indptr);

@@ -59,6 +59,7 @@ struct PlanControl {
   std::int32_t ended;      // tables whose sequence ended since
   std::int32_t free_base;  // pages in the engine's free list before this plan's
   std::int32_t arrived;    // blocks that are done, of a launch whose last block goes on
+  PositionMode positions;  // the plan's
 };
 
 // Phases of a plan, in the order in which the host finds their faults. Entries count only if something goes. Each reads only

@@ -8,8 +8,8 @@
 // block, lists. Where pages leave by position, open and close are one launch. Paths depend on bounds alone, so all of it can be
 // captured into a graph.
 //
-// Differs from the host: a fault of a sequence refuses that sequence alone, the others are planned; positions stay
-// (`PositionMode::keep`); a shared page that would be written is refused (`shared_page`) where the host keeps or copies it (an
+// Differs from the host: a fault of a sequence refuses that sequence alone, the others are planned; rows that are not in order
+// are renumbered only where they were before (`rows_unordered`); a shared page that would be written is refused (`shared_page`) where the host keeps or copies it (an
 // out-of-place plan writes none); a page that must not be written and occurs twice in one table is not noticed.
 
 #include <kvtrim/cache/cache_view.hpp>
@@ -22,6 +22,7 @@
 #include <kvtrim/cuda/evict/detail/layout.cuh>
 #include <kvtrim/cuda/evict/detail/open.cuh>
 #include <kvtrim/cuda/evict/detail/pages.cuh>
+#include <kvtrim/cuda/evict/detail/renumber.cuh>
 #include <kvtrim/cuda/evict/device_plan.cuh>
 #include <kvtrim/cuda/evict/device_scorer.cuh>
 #include <kvtrim/cuda/select/top_k.cuh>
@@ -167,6 +168,7 @@ template <Policy P, class Ranking>
       shape.max_evicted < 0 || shape.total_rows < 0 ||
       workspace.bytes < Kind::bytes(shape, input.removal, score_bytes, scorer_bytes) ||
       !ranking.check(view) || !Kind::order_is_free(policy, view) ||
+      !rotation_fits(view, options.rotation, shape.max_rows) ||
       (options.out_of_place &&
        (options.spare_pages == nullptr || options.spare_count == nullptr))) {
     return cudaErrorInvalidValue;
@@ -176,6 +178,8 @@ template <Policy P, class Ranking>
   input.by_position = Kind::by_position;
   input.by_page = Kind::by_page;
   input.reads_positions = ranking.reads_positions();
+  input.positions = options.rotation.mode;
+  input.sinks = options.rotation.pristine.sinks;
   if constexpr (Kind::by_page) {  // sets of their own for layers that share a table
     const bool finer = policy.unit() == PageUnit::per_layer && view.scope == TableScope::group;
     if (finer && view.layers > 1) { input.refused = Status::unequal_budget; }
@@ -183,12 +187,18 @@ template <Policy P, class Ranking>
   const dim3 threads(table_threads);
   const std::int64_t of_planes = device_layout_checks(view);
   const dim3 checks(check_grid(of_planes > made.all_tables() ? of_planes : made.all_tables()));
-  const CheckInput checking{base_units(view), view_mark(view), !pass.goes_on, pass.written};
+  const CheckInput checking{
+      base_units(view), view_mark(view), !pass.goes_on, pass.written, options.rotation.mode};
   cudaError_t e = launch(check_kernel<>, checks, threads, 0, stream, view, made, checking);
   if (e != cudaSuccess || view.sequences == 0) { return e; }
 
   FinishInput finishing;
-  finishing.close = {Kind::by_position, options.out_of_place, nullptr, options.reserved};
+  finishing.close = {Kind::by_position,
+                     options.out_of_place,
+                     nullptr,
+                     options.reserved,
+                     options.rotation.mode,
+                     options.rotation.pristine.sinks};
   finishing.options = options;
   finishing.goes_on = pass.goes_on;
   const dim3 tables(bounded_grid(made.all_tables()));

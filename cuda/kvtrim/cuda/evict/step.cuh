@@ -10,6 +10,7 @@
 //   select    |               rows that stay
 //   close     |               pages, moves, costs; totals in the last block
 //   move                      rows; pages that leave lose a reference; how many are free in the last block
+//   renumber                  only with a position mode: rope positions and keys of the rows that stay
 //   commit                    tables, lengths, states, lists of free pages
 
 #include <kvtrim/cache/cache_view.hpp>
@@ -48,6 +49,7 @@ template <Policy P, class Source>
   if (e != cudaSuccess || view.sequences == 0) { return e; }
   const DevicePlan plan = device_plan(workspace);
   e = move_rows(view, plan, {true, out}, stream);
+  if (e == cudaSuccess) { e = renumber_rows(view, plan, options.rotation, stream); }
   if (e != cudaSuccess) { return e; }
   return launch(commit_tables_kernel<>,
                 dim3(bounded_grid(plan.all_tables())),
@@ -70,7 +72,8 @@ template <Policy P, class Source>
 /// \param obs        as for `plan`
 /// \param workspace  as for `plan`, of as many bytes
 /// \param out        the engine's arrays, as for `commit`
-/// \param options    way of removal, spare pages; whether the open step is written. Spare pages cost one launch more
+/// \param options    way of removal, spare pages; whether the open step is written. Spare pages cost one launch more, and so does a
+///   position mode
 /// \returns `cudaErrorInvalidValue` before any launch for what `plan` or `commit` refuse so; otherwise the launches' status.
 ///   Statuses are those of `plan`: a sequence that is refused stays as it is, the others are evicted from
 /// \par Ties

@@ -126,6 +126,7 @@ struct CheckInput {
   unsigned long long mark = 0;  // `view_mark`
   bool sums = true;             // note the tables' generations, to compare them later
   bool written = false;         // the open step is written in all layers
+  PositionMode positions = PositionMode::keep;
 };
 
 struct CheckShared {
@@ -248,6 +249,7 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(table_threads, 2)
     *plan.report = {};
     PlanControl control{};
     control.view = input.mark;
+    control.positions = input.positions;
     *plan.control = control;
   }
   CheckNote note;
@@ -331,8 +333,11 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(table_threads, 2)
 
 // One block: whether the plan may be carried out, from `pass` on.
 template <class = void>
-__global__ void KVTRIM_LAUNCH_BOUNDS(table_threads)
-    gate_kernel(CacheView view, DevicePlan plan, unsigned long long mark, ComparePass pass) {
+__global__ void KVTRIM_LAUNCH_BOUNDS(table_threads) gate_kernel(CacheView view,
+                                                                DevicePlan plan,
+                                                                unsigned long long mark,
+                                                                ComparePass pass,
+                                                                PositionMode positions) {
   KVTRIM_SHARED(std::int32_t, opens, [1]);
   if (threadIdx.x == 0) {
     PlanControl& control = *plan.control;
@@ -354,6 +359,8 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(table_threads)
     } else if (pass == ComparePass::apply) {
       if (control.stage != DeviceStage::planned || control.changed != 0) {
         status = Status::stale_plan;
+      } else if (control.positions != positions) {
+        status = Status::bad_plan;
       } else {
         control.go = 1;
         control.stage = DeviceStage::applied;

@@ -10,10 +10,12 @@
 #include <kvtrim/cuda/detail/block_scan.cuh>
 #include <kvtrim/cuda/detail/device.hpp>
 #include <kvtrim/cuda/evict/detail/check.cuh>
+#include <kvtrim/cuda/evict/detail/renumber.cuh>
 #include <kvtrim/cuda/evict/detail/row_plane.cuh>
 #include <kvtrim/cuda/evict/device_plan.cuh>
 #include <kvtrim/select/pages.hpp>
 
+#include <climits>
 #include <cstdint>
 
 namespace kvtrim::cuda::detail {
@@ -24,6 +26,8 @@ struct CloseInput {
   bool out_of_place = false;            // rows go into spare pages
   const std::uint8_t* stays = nullptr;  // by entry: pages were chosen; 1: it stays
   ReservedPages reserved = ReservedPages::follow;
+  PositionMode positions = PositionMode::keep;
+  std::int32_t sinks = 0;  // that follow the window
 };
 
 /// Shared memory of a closing block.
@@ -347,6 +351,60 @@ KVTRIM_DEVICE Status close_pack(
   return Status::ok;
 }
 
+/// Whether a key would be rotated in a page that must not be written: that of a row that stays where it lies. (One that moves
+/// into such a page was refused before.)
+KVTRIM_DEVICE bool turns_shared_key(const ClosingTable& at, const TablePlan& table) {
+  const CacheView& view = at.view;
+  const CloseInput& input = at.input;
+  if (input.positions == PositionMode::keep || input.out_of_place || !table.evicts ||
+      view.writable.all()) {
+    return false;
+  }
+  const auto thread = static_cast<std::int32_t>(threadIdx.x);
+  const bool drops = table.removal == Removal::drop_pages;
+  const bool overwrites = table.removal == Removal::overwrite_slot;
+  const bool ordered = view.state(at.s, at.l0, at.h0).ordered;
+  const std::int32_t* const sources = at.plan.sources_of(at.index);
+  __syncthreads();  // the sources are written
+  bool turns = false;
+  for (std::int32_t i = 0; i < at.heads; ++i) {
+    const LayerId l = at.layer(i);
+    const HeadId h = at.head(i);
+    const RowLists rows = at.plan.lists_of(at.head_index(i));
+    const auto stands = [&](std::int32_t row) {
+      return *reinterpret_cast<const std::int32_t*>(view.rope_positions.row(at.s, l, h, row));
+    };
+    const auto position = [&](std::int32_t row) { return raw(view.position(at.s, l, h, row)); };
+    // Of rows that are not in order: the lowest rope position that goes, or the position of the first row behind the sinks.
+    std::int32_t bound = INT_MAX;
+    if (!drops && !ordered && input.positions == PositionMode::in_cache) {
+      const std::int32_t hole = at.plan.tasks[at.head_index(i)].hole;
+      for (std::int32_t k = thread; k < rows.gone_count; k += table_threads) {
+        const std::int32_t r = rows.gone[k];
+        if (r != hole && stands(r) < bound) { bound = stands(r); }
+      }
+      bound = block_min(bound, at.shared.ranks);
+    } else if (!drops && !ordered) {
+      bound = position_of(input.sinks, table.live_after, at.shared.ranks, [&](std::int32_t k) {
+        return position(rows.kept_row(k));
+      });
+    }
+    const std::int32_t extent = table.live_after + (table.append_row >= 0 ? 1 : 0);
+    for (std::int32_t to = thread; to < extent && !turns; to += table_threads) {
+      const std::int32_t e = (to + table.first_row) / view.page_size;
+      const std::int32_t from = drops ? to + (sources[e] - e) * view.page_size : to;
+      if (!at.entry_is_shared(table, drops ? sources[e] : e)) { continue; }
+      const std::int32_t rank = drops ? to : to - rows.gone_below(to);
+      turns = overwrites ? true
+              : input.positions == PositionMode::in_cache
+                  ? (drops || ordered ? stands(from) != rank : stands(from) > bound)
+              : drops || ordered ? rank < input.sinks
+                                 : position(from) < bound;
+    }
+  }
+  return __syncthreads_or(turns) != 0;
+}
+
 /// Whether heads, or layers, that have tables of their own share sequence planes.
 struct SharedPlanes {
   bool heads = false;
@@ -472,6 +530,7 @@ KVTRIM_DEVICE void close_table(const ClosingTable& at, bool agrees, TablePlan& t
   } else {
     closed = close_pack(at, table, task, common, ties);
   }
+  if (usable(closed) && turns_shared_key(at, table)) { closed = Status::shared_page; }
   if (usable(status) && closed != Status::ok) { status = closed; }
   table.status = status;
   __syncthreads();  // the heads' plans are written

@@ -12,6 +12,7 @@
 #include <kvtrim/cuda/evict/detail/check.cuh>
 #include <kvtrim/cuda/evict/detail/close.cuh>
 #include <kvtrim/cuda/evict/device_plan.cuh>
+#include <kvtrim/cuda/evict/rotation.cuh>
 
 #include <cstdint>
 
@@ -25,6 +26,7 @@ struct DevicePlanOptions {
   const std::int32_t* spare_pages = nullptr;       ///< device: free pages, taken from the front
   const std::int32_t* spare_count = nullptr;       ///< device, [1]: how many there are
   ReservedPages reserved = ReservedPages::follow;  ///< what becomes of `CacheView::reserved_pages`
+  DeviceRotation rotation{};                       ///< position mode; `apply` must be told the same
 };
 
 namespace detail {

@@ -31,6 +31,8 @@ struct OpenInput {
   bool by_page = false;          // pages are chosen, not rows
   bool reads_positions = false;  // scores depend on positions: none is made where they are unknown
   Status refused = Status::ok;   // what is wrong with policy and view as such
+  PositionMode positions = PositionMode::keep;
+  std::int32_t sinks = 0;  // that follow the window
 
   [[nodiscard]] KVTRIM_DEVICE std::int32_t budget(SequenceId s, LayerId l, HeadId h) const {
     return budgets == nullptr ? -1 : budgets[budget_rows(s, l, h)];
@@ -66,24 +68,36 @@ KVTRIM_DEVICE Demand demand_of(const P& policy,
 KVTRIM_DEVICE Status choose_removal(const CacheView& view,
                                     const OpenInput& input,
                                     const SequenceState& state,
-                                    std::int32_t keep,
+                                    const Demand& demand,
                                     TablePlan& table) {
+  const std::int32_t keep = demand.keep;
   Status status = Status::ok;
   const bool overwrites = table.removal == Removal::overwrite_slot;
   const bool loses_order = overwrites || table.removal == Removal::fill_holes;
   const bool unrecorded = (loses_order && (view.states == nullptr || !view.positions)) ||
                           (overwrites && view.last_page_len != nullptr);
   if (unrecorded && input.named) { status = Status::bad_options; }
+  // Rope positions are 0 to n - 1: rows that are not in order can be renumbered.
+  const bool numbered = state.next_rope_position == table.live_before;
+  const bool may_renumber = input.positions == PositionMode::keep ||
+                            (input.positions == PositionMode::in_cache && numbered);
   if (unrecorded || (overwrites && (table.live_before - keep != 1 || state.append_row >= 0 ||
-                                    input.out_of_place))) {
+                                    input.out_of_place || !may_renumber))) {
     table.removal = Removal::stable_pack;
     table.replaced = true;
   }
-  if (view.fixed_rows && table.removal != Removal::drop_pages) { status = Status::bad_options; }
   if (state.open) { status = Status::step_open; }
   if (state.applied) { status = Status::eviction_open; }
+  // What follows the window are the first rows: they must be the sinks whose keys are there.
+  if (input.positions == PositionMode::sinks_follow && demand.protection.sinks < input.sinks) {
+    status = Status::bad_options;
+  }
+  if (view.fixed_rows && table.removal != Removal::drop_pages) { status = Status::bad_options; }
   if (input.by_page && table.removal != Removal::drop_pages) { status = Status::bad_options; }
   if (table.removal == Removal::drop_pages && (!state.ordered || state.append_row >= 0)) {
+    status = Status::rows_unordered;
+  }
+  if (input.positions == PositionMode::in_cache && !state.ordered && !numbered) {
     status = Status::rows_unordered;
   }
   return status;
@@ -244,7 +258,7 @@ KVTRIM_DEVICE bool open_table(const P& policy,
     if (unequal) { status = Status::unequal_budget; }
     if (evicts) {
       if (input.reads_positions && !table.positions_known) { status = Status::bad_observation; }
-      const Status chosen = choose_removal(view, input, state, demand.keep, table);
+      const Status chosen = choose_removal(view, input, state, demand, table);
       if (chosen != Status::ok) { status = chosen; }
       // Rank of the row that left the window, for `overwrite_slot`.
       table.shared_kept = demand.window;
