@@ -265,10 +265,12 @@ class EvictingWorld final : public World {
     expect(before == memory(), "plan wrote a page");
     if (!errors.empty()) {
       expect(errors.contains(status),
-             "plan " + std::string(to_string(status)) + ", not " +
-                 std::string(to_string(*errors.begin())));
+             "plan ",
+             to_string(status),
+             ", not ",
+             to_string(*errors.begin()));
     } else if (!usable(status)) {
-      expect(later.contains(status), "plan " + std::string(to_string(status)));
+      expect(later.contains(status), "plan ", to_string(status));
       if (status == Status::out_of_pages) {
         expect(p.plan.spares_needed() > static_cast<std::int32_t>(p.spares.size()),
                "spares_needed");
@@ -316,10 +318,18 @@ class EvictingWorld final : public World {
         const double wanted = reference.scores[rank];
         const auto got = static_cast<double>(own[at(rows[rank])]);
         if (std::isnan(got) && std::isnan(wanted)) { continue; }  // no query sees a row
-        expect(
-            std::abs(got - wanted) <= reference.error * std::max(reference.floor, std::abs(wanted)),
-            rule.words() + ": score " + std::to_string(got) + " of position " +
-                std::to_string(model[rank].position) + ", not " + std::to_string(wanted));
+        if (std::abs(got - wanted) <=
+            reference.error * std::max(reference.floor, std::abs(wanted))) {
+          continue;
+        }
+        expect(false,
+               rule.words(),
+               ": score ",
+               got,
+               " of position ",
+               model[rank].position,
+               ", not ",
+               wanted);
       }
     });
   }
@@ -547,7 +557,7 @@ class EvictingWorld final : public World {
     note("apply", p.first, 0, status);
     expect(status, stale ? Status::stale_plan : Status::ok);
     for (const std::int32_t page : written_pages(before)) {
-      expect(!stale && own.contains(page), "page " + std::to_string(page) + " was written");
+      expect(!stale && own.contains(page), "page ", page, " was written");
     }
     if (p.applied) { return; }
     if (stale) {
@@ -649,8 +659,10 @@ class EvictingWorld final : public World {
       const std::int64_t row = all.k.row_bytes() + all.v.row_bytes() +
                                (all.unrotated_keys ? all.k.row_bytes() : 0) + (x_.marks ? 4 : 0);
       expect(report.bytes_moved == moved_rows * row,
-             "bytes_moved " + std::to_string(report.bytes_moved) + ", not " +
-                 std::to_string(moved_rows * row));
+             "bytes_moved ",
+             report.bytes_moved,
+             ", not ",
+             moved_rows * row);
     }
     if (evicted > 0) {
       const PositionMode mode = p.rerotator == nullptr ? PositionMode::keep : x_.mode;

@@ -19,6 +19,7 @@
 #include <iostream>
 #include <memory>
 #include <set>
+#include <sstream>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -69,12 +70,16 @@ class World {
   }
 
  protected:
-  void expect(bool right, const std::string& text) const {
-    if (!right) { throw std::runtime_error(text); }
+  // `text`: parts of a message, put together only where it is wrong: these checks are most of what the test does.
+  template <class... Text>
+  void expect(bool right, const Text&... text) const {
+    if (right) { return; }
+    std::ostringstream message;
+    (message << ... << text);
+    throw std::runtime_error(message.str());
   }
   void expect(Status status, Status wanted) const {
-    expect(status == wanted,
-           "status " + std::string(to_string(status)) + ", not " + std::string(to_string(wanted)));
+    expect(status == wanted, "status ", to_string(status), ", not ", to_string(wanted));
   }
   void note(std::string what, std::int32_t s, std::int32_t a, Status status) {
     done_.push_back({std::move(what), s, a, status});
@@ -489,9 +494,13 @@ class World {
     if (x_.scrub) { check_scrubbed(all); }
     for (std::int32_t page = 0; page < x_.pages; ++page) {
       expect(engine_->count(page) == named_[at(page)],
-             "page " + std::to_string(page) + " is counted " +
-                 std::to_string(engine_->count(page)) + " times and named " +
-                 std::to_string(named_[at(page)]) + " times");
+             "page ",
+             page,
+             " is counted ",
+             engine_->count(page),
+             " times and named ",
+             named_[at(page)],
+             " times");
       held += named_[at(page)] > 0 ? 1 : 0;
       if (named_[at(page)] > 0) { held_[at(page)] = true; }
     }
@@ -508,7 +517,9 @@ class World {
         const std::size_t page = at(i % x_.pages);
         if (!held_[page] || named_[page] > 0) { continue; }
         expect(zero(plane.base + i * plane.page_stride, plane.page_stride),
-               "page " + std::to_string(page) + " is free and not scrubbed");
+               "page ",
+               page,
+               " is free and not scrubbed");
       }
     }
     for (std::int32_t s = 0; s < x_.sequences; ++s) {
@@ -538,8 +549,10 @@ class World {
     if (x_.states) {
       expect(state.next_position == q.next, "next position");
       expect(state.next_rope_position == q.next_rope[at(t)],
-             "next rope position " + std::to_string(state.next_rope_position) + ", not " +
-                 std::to_string(q.next_rope[at(t)]));
+             "next rope position ",
+             state.next_rope_position,
+             ", not ",
+             q.next_rope[at(t)]);
       expect(state.open == open(s, t) && state.applied == q.applied[at(t)], "open or applied");
       expect(state.applied || state.rows_at_eviction == q.rows_at_eviction[at(t)],
              "rows at the last eviction");
@@ -567,11 +580,16 @@ class World {
       });
       expect(next == read.size(), "for_each_run leaves rows out");
       const auto same = [&](bool right, const char* what, const Row& row) {
-        if (!right) {
-          throw std::runtime_error(
-              std::string(what) + " of position " + std::to_string(row.position) + " @ sequence " +
-              std::to_string(s) + " layer " + std::to_string(l) + " head " + std::to_string(h));
-        }
+        expect(right,
+               what,
+               " of position ",
+               row.position,
+               " @ sequence ",
+               s,
+               " layer ",
+               l,
+               " head ",
+               h);
       };
       for (std::size_t i = 0; i < rows.size(); ++i) {
         const Row& row = model[i];
