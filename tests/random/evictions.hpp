@@ -15,6 +15,7 @@
 #include <cstring>
 #include <limits>
 #include <memory>
+#include <numeric>
 #include <set>
 #include <string>
 #include <utility>
@@ -165,11 +166,16 @@ class EvictingWorld final : public World {
     Observation obs;
     observed.add_to(obs, p.view);
     bool given = rule.kind == Rule::by_score || (!rule.by_position() && random_.below(4) == 0);
-    if (!given && check_scores(rule, p.view, obs) != Status::ok) {
+    bool moves =
+        false;  // while rows move, nobody knows what a head that shares a budget would keep
+    for (std::int32_t q = begin; rule.shares() && q < end; ++q) {
+      moves = moves || between(q) == Status::eviction_open;
+    }
+    if (moves || (!given && check_scores(rule, p.view, obs) != Status::ok)) {
       rule.kind = Rule::by_score, rule.interval = 1, rule.grace = 0, given = true;
     }
     p.kind = rule.kind, p.way = way == Removal::automatic ? Removal::stable_pack : way;
-    std::vector<float> scores(at((end - begin) * x_.layers * x_.heads * x_.max_rows), 0.0F);
+    Floats scores(at((end - begin) * x_.layers * x_.heads * x_.max_rows), 0.0F), second = scores;
     for (float& score : scores) { score = random_score(); }
     if (x_.common && random_.below(4) > 0) {  // the same for all heads
       for (std::size_t i = 0; i < scores.size(); ++i) {
@@ -194,20 +200,23 @@ class EvictingWorld final : public World {
     if (random_.below(3) > 0) { obs.budgets = budgets.data(), obs.budget_rows = p.view.table.rows; }
     std::vector<Cut> cuts;
     std::set<Status> errors, later;
-    auto& sure = rule.chooses() ? later : errors;
-    if (rule.chooses()) {
-      later = {Status::unequal_budget,
-               Status::bad_options,
-               Status::bad_observation,
-               Status::shared_page};
+    const bool scored = !given && !rule.by_position();
+    Ints shares;  // rows of heads that share a budget
+    for (std::int32_t q = begin; rule.shares() && q < end; ++q) {
+      for (std::int32_t t = 0; scored && t < x_.tables(); ++t) {
+        if (live(q, t) > 0) { score_table(p, q, (q - begin) * x_.tables() + t, rule, obs, scores); }
+      }
+      share(q, q - begin, rule, obs, scores, shares);
     }
     bool over = false, any = false;
     for (std::int32_t q = begin; q < end; ++q) {
       for (std::int32_t t = 0; t < x_.tables(); ++t) {
         const std::int32_t i = (q - begin) * x_.tables() + t;
         Cut& cut = cuts.emplace_back();
-        if (rule.chooses()) {
-          cut = {.evicts = true, .end = live(q, t)};
+        if (rule.shares()) {
+          cut = sharers_cut(
+              q, q - begin, t, &shares[at((q - begin) * x_.layers * x_.heads)], rule, obs);
+          if (cut.keep < 0) { errors.insert(Status::unequal_budget); }
         } else if (rule.asks()) {
           const HeadRef head{
               p.view, SequenceId{q - begin}, p.view.first_layer(t), p.view.first_head(t)};
@@ -224,18 +233,19 @@ class EvictingWorld final : public World {
         over = over || cut.over, any = any || cut.evicts;
         if (x_.common && x_.heads > 1) { later.insert(Status::planes_disagree); }
         if (!cut.evicts) { continue; }
+        if (rule.by_page() && !drops) { errors.insert(Status::bad_options); }
         if (way == options.removal &&
             (way == Removal::overwrite_slot || way == Removal::fill_holes) &&
             !(x_.states && x_.positions)) {
-          sure.insert(Status::bad_options);
+          errors.insert(Status::bad_options);
         }
         if (options.rerotator != nullptr && x_.following > cut.begin) {
-          sure.insert(Status::bad_options);
+          errors.insert(Status::bad_options);
         }
-        if (x_.states && open(q, t)) { sure.insert(Status::step_open); }
-        if (x_.states && sequences_[at(q)].applied[at(t)]) { sure.insert(Status::eviction_open); }
+        if (x_.states && open(q, t)) { errors.insert(Status::step_open); }
+        if (x_.states && sequences_[at(q)].applied[at(t)]) { errors.insert(Status::eviction_open); }
         if (drops && (!state.ordered || state.append_row >= 0)) {
-          sure.insert(Status::rows_unordered);
+          errors.insert(Status::rows_unordered);
         }
         const Table table = engine_->table(q, t);
         for (std::size_t e = 0; e < table.k.size(); ++e) {
@@ -248,12 +258,16 @@ class EvictingWorld final : public World {
         }
       }
     }
-    const bool scored = !given && !rule.by_position() && !rule.chooses() &&
-                        !errors.contains(Status::unequal_budget);
-    for (std::int32_t i = 0; scored && i < (end - begin) * x_.tables(); ++i) {
-      if (cuts[at(i)].evicts) { score_table(p, begin + i / x_.tables(), i, rule, obs, scores); }
+    if (rule.by_page() && !one_cut_a_set(rule, begin, cuts, any)) {
+      errors.insert(Status::unequal_budget);
     }
-    if (errors.empty() && any && bad_spares) { sure.insert(Status::bad_options); }
+    for (std::int32_t i = 0; i < (end - begin) * x_.tables(); ++i) {
+      if (!cuts[at(i)].evicts || errors.contains(Status::unequal_budget)) { continue; }
+      const std::int32_t s_of = begin + i / x_.tables();
+      if (scored && !rule.shares()) { score_table(p, s_of, i, rule, obs, scores); }
+      if (rule.two_stages()) { rescore_table(p, s_of, i, rule, obs, scores, second); }
+    }
+    if (errors.empty() && any && bad_spares) { errors.insert(Status::bad_options); }
 
     const auto before = memory();
     p.plan = rule.with_policy([&](const auto& policy) {
@@ -283,13 +297,116 @@ class EvictingWorld final : public World {
     }
     for (std::int32_t i = 0; i < (end - begin) * x_.tables(); ++i) {
       over =
-          check_table(p, begin + i / x_.tables(), i, cuts[at(i)], rule, options, drops, scores) ||
+          check_table(
+              p, begin + i / x_.tables(), i, cuts[at(i)], rule, options, drops, scores, second) ||
           over;
     }
-    if (!rule.chooses()) { expect(status, over ? Status::over_budget : Status::ok); }
+    expect(status, over ? Status::over_budget : Status::ok);
     if (random_.below(4) == 0) { p.copy = Plan(p.plan), p.plan = p.copy->ref(); }
     if (random_.below(2) == 0) { send(p); }
     return made;
+  }
+
+  // Where the scores of a head begin in those of a plan.
+  std::ptrdiff_t first_score(SequenceId of, std::int32_t l, std::int32_t h) const {
+    return std::ptrdiff_t{(raw(of) * x_.layers + l) * x_.heads + h} * x_.max_rows;
+  }
+  // The scores of a head by rank.
+  Floats by_rank(
+      const Floats& scores, SequenceId of, std::int32_t l, std::int32_t h, const Ints& rows) const {
+    Floats out;
+    for (const std::int32_t r : rows) { out.push_back(scores[at(first_score(of, l, h) + r)]); }
+    return out;
+  }
+  // A plan of a table in such a state is refused, if it evicts.
+  bool refused(std::int32_t s, std::int32_t t) const {
+    return x_.states && (open(s, t) || sequences_[at(s)].applied[at(t)]);
+  }
+
+  // Adds what each head of sequence `s` may keep of the budget that it shares, [layers, kv_heads].
+  void share(std::int32_t s,
+             std::int32_t of,
+             const Rule& rule,
+             const Observation& obs,
+             const Floats& scores,
+             Ints& rows) {
+    const CacheView all = engine_->view(-1);
+    const std::int32_t layers = rule.sharing.over == AdaptiveOver::all_heads ? x_.layers : 1;
+    for (std::int32_t first = 0; first < x_.layers; first += layers) {
+      std::vector<Sharer> heads;
+      std::int32_t longest = 0, more = 0;
+      const auto for_each = [&](auto&& f) {
+        for (std::int32_t i = 0; i < layers * x_.heads; ++i) {
+          const std::int32_t l = first + i / x_.heads, h = i % x_.heads;
+          f(l, h, live(s, x_.table_of(l, h)));
+        }
+      };
+      for_each([&](std::int32_t, std::int32_t, std::int32_t n) { longest = std::max(longest, n); });
+      for_each([&](std::int32_t l, std::int32_t h, std::int32_t n) {
+        const Ints list = rows_of(all, s, l, h);
+        const Cut cut = cut_to(0, rule.sinks, rule.recent, n);
+        const std::int32_t given = obs.budget(SequenceId{of}, LayerId{l}, HeadId{h});
+        Sharer& head = heads.emplace_back();
+        head.fixed = cut.keep, head.budget = std::min(given >= 0 ? given : rule.keep, longest);
+        more += n - head.budget;
+        const Floats own = by_rank(scores, SequenceId{of}, l, h, list);
+        for (std::int32_t rank = cut.begin; rank < cut.end; ++rank) {
+          const Row& row = sequences_[at(s)].heads[head_index(l, h)][at(rank)];
+          head.candidates.push_back({own[at(rank)], x_.positions ? row.position : rank});
+        }
+      });
+      const Ints shared = shared_rows(rule.sharing, heads);
+      std::size_t next = 0;
+      for_each([&](std::int32_t, std::int32_t, std::int32_t n) {
+        rows.push_back(more > 0 ? shared[next] : n), ++next;
+      });
+    }
+  }
+  // What table `t` keeps where its heads have `shares`, [layers, kv_heads]; `keep` -1: not all the same.
+  Cut sharers_cut(std::int32_t q,
+                  std::int32_t of,
+                  std::int32_t t,
+                  const std::int32_t* shares,
+                  const Rule& rule,
+                  const Observation& obs) const {
+    const std::int32_t n = live(q, t);
+    std::int32_t keep = -2, own = 0;
+    for_each_head(t, [&](std::int32_t l, std::int32_t h) {
+      const std::int32_t rows = shares[head_index(l, h)];
+      keep = keep == -2 || keep == rows ? rows : -1;
+      const std::int32_t given = obs.budget(SequenceId{of}, LayerId{l}, HeadId{h});
+      own = given >= 0 ? given : rule.keep;
+    });
+    Cut cut = cut_to(std::min(own, n), rule.sinks, rule.recent, n);
+    cut.keep = keep, cut.evicts = keep < n, cut.over = cut.over && cut.evicts;
+    return cut;
+  }
+  // Whether all tables of each set of pages have the same to do. Where nothing goes, nobody looks.
+  bool one_cut_a_set(const Rule& rule,
+                     std::int32_t begin,
+                     const std::vector<Cut>& cuts,
+                     bool any) const {
+    if (rule.unit == PageUnit::per_layer && x_.scope == TableScope::group && x_.layers > 1) {
+      return false;
+    }
+    bool one = true;
+    for (std::size_t i = 0; any && i < cuts.size(); ++i) {
+      const auto q = static_cast<std::int32_t>(i) / x_.tables();
+      const auto t = static_cast<std::int32_t>(i) % x_.tables();
+      for (std::int32_t other = 0; other < t; ++other) {
+        const Cut &a = cuts[i], &b = cuts[at(q * x_.tables() + other)];
+        const bool same = live(begin + q, t) == live(begin + q, other) && a.evicts == b.evicts &&
+                          (!a.evicts || a.keep == b.keep);
+        one = one && (same || set_of(rule, t) != set_of(rule, other));
+      }
+    }
+    return one;
+  }
+  // The set of pages that table `t` belongs to.
+  std::int32_t set_of(const Rule& rule, std::int32_t t) const {
+    std::int32_t layer = -1;
+    for_each_head(t, [&](std::int32_t l, std::int32_t) { layer = layer < 0 ? l : layer; });
+    return rule.unit == PageUnit::per_table ? t : rule.unit == PageUnit::per_layer ? layer : 0;
   }
 
   // What the policy's scorer makes of table `i` of the plan, which is what the model selects from; close to what it must be.
@@ -298,21 +415,16 @@ class EvictingWorld final : public World {
                    std::int32_t i,
                    const Rule& rule,
                    const Observation& obs,
-                   std::vector<float>& scores) {
+                   Floats& scores) {
     const SequenceId of{i / x_.tables()};
-    if (x_.states && (open(s, i % x_.tables()) || sequences_[at(s)].applied[at(i % x_.tables())])) {
-      return;  // refused
-    }
+    if (refused(s, i % x_.tables()) && !rule.shares()) { return; }
     for_each_head(i % x_.tables(), [&](std::int32_t l, std::int32_t h) {
       const HeadRef head{p.view, of, LayerId{l}, HeadId{h}};
       const Ints rows = rows_of(engine_->view(-1), s, l, h);
       const Rows& model = sequences_[at(s)].heads[head_index(l, h)];
       const std::vector<float> own = own_scores(rule, head, obs);
-      std::copy(own.begin(),
-                own.end(),
-                scores.begin() +
-                    static_cast<std::ptrdiff_t>(
-                        at(raw(of) * x_.layers * x_.heads + l * x_.heads + h) * at(x_.max_rows)));
+      std::copy(own.begin(), own.end(), scores.begin() + first_score(of, l, h));
+      if (refused(s, i % x_.tables())) { return; }  // rows that nobody wrote yet
       const Reference reference = reference_scores(rule, head, obs, rows, model);
       for (std::size_t rank = 0; rank < reference.scores.size(); ++rank) {
         const double wanted = reference.scores[rank];
@@ -332,6 +444,104 @@ class EvictingWorld final : public World {
                wanted);
       }
     });
+  }
+
+  // Scores of the second stage: each row's own times what its value adds to the output.
+  void rescore_table(Pending& p,
+                     std::int32_t s,
+                     std::int32_t i,
+                     const Rule& rule,
+                     const Observation& obs,
+                     const Floats& scores,
+                     Floats& second) {
+    const SequenceId of{i / x_.tables()};
+    if (refused(s, i % x_.tables())) { return; }
+    for_each_head(i % x_.tables(), [&](std::int32_t l, std::int32_t h) {
+      const HeadRef head{p.view, of, LayerId{l}, HeadId{h}};
+      const Ints rows = rows_of(engine_->view(-1), s, l, h);
+      const Floats factors = own_factors(head, obs);
+      for (std::size_t rank = 0; rank < rows.size(); ++rank) {
+        const float factor = factors[at(rows[rank])];
+        const Row& row = sequences_[at(s)].heads[head_index(l, h)][rank];
+        const auto [wanted, error] = reference_factor(head, obs, row.tag);
+        expect(std::abs(static_cast<double>(factor) - wanted) <= error,
+               "factor ",
+               factor,
+               " of position ",
+               row.position,
+               ", not ",
+               wanted);
+        const std::size_t to = at(first_score(of, l, h) + rows[rank]);
+        second[to] = (scores[to] + rule.epsilon) * factor;
+      }
+    });
+  }
+
+  // Which rows of table `i` of the plan stay, by rank, of each head that it serves.
+  std::vector<std::vector<bool>> wanted_rows(std::int32_t s,
+                                             std::int32_t i,
+                                             const Cut& cut,
+                                             const Rule& rule,
+                                             const PlanOptions& options,
+                                             bool drops,
+                                             const Floats& scores,
+                                             const Floats& second) {
+    const CacheView all = engine_->view(-1);
+    const std::int32_t t = i % x_.tables(), first = engine_->first_row(s);
+    const SequenceId of{i / x_.tables()};
+    const Table table = engine_->table(s, t);
+    const PageRows on{live(s, t), first, x_.page_size};
+    std::vector<bool> pages(at(table.used), false);
+    if (rule.by_page()) {
+      std::vector<Floats> heads;
+      for (std::int32_t u = 0; u < x_.tables(); ++u) {
+        if (set_of(rule, u) != set_of(rule, t)) { continue; }
+        for_each_head(u, [&](std::int32_t l, std::int32_t h) {
+          const Floats own = by_rank(scores, of, l, h, rows_of(all, s, l, h));
+          heads.push_back(scores_of_pages(rule.page, own, on));
+        });
+      }
+      pages = kept_pages(rule.page, heads, on, cut);
+    }
+    const auto entry = [&](std::int32_t row) { return at((row + first) / x_.page_size); };
+    const auto choose = [&](std::int32_t l, std::int32_t h, const std::vector<Place>& entries) {
+      const Ints rows = rows_of(all, s, l, h);
+      std::vector<Place> places;
+      for (const std::int32_t r : rows) { places.push_back(entries[entry(r)]); }
+      Floats own = by_rank(scores, of, l, h, rows);
+      if (rule.by_position()) { std::iota(own.begin(), own.end(), 0.0F); }  // the last ones
+      const std::int32_t stage =
+          rule.two_stages() ? static_cast<std::int32_t>(cut.keep * rule.first_stage) : -1;
+      return kept_rows(cut, places, own, stage, by_rank(second, of, l, h, rows));
+    };
+    std::vector<std::vector<bool>> wanted;
+    std::vector<Place> entries(at(table.used), Place::own);
+    for_each_head(t, [&](std::int32_t l, std::int32_t h) {
+      wanted.push_back(choose(l, h, entries));
+      const Ints rows = rows_of(all, s, l, h);
+      for (std::size_t rank = 0; rank < rows.size() && !rule.by_page(); ++rank) {
+        if (wanted.back()[rank]) { pages[entry(rows[rank])] = true; }
+      }
+    });
+    bool again = false;
+    for (std::size_t e = 0; e < entries.size(); ++e) {
+      const bool padded = static_cast<std::int32_t>(e) * x_.page_size < first;
+      pages[e] = pages[e] || padded;
+      if (drops || options.shared == SharedPages::copy || !x_.refs || !shared(table, e)) {
+        continue;
+      }
+      entries[e] = pages[e] ? Place::stays : Place::goes, again = true;
+    }
+    std::size_t head = 0;
+    for_each_head(t, [&](std::int32_t l, std::int32_t h) {
+      std::vector<bool>& keep = wanted[head++];
+      if (again) { keep = choose(l, h, entries); }
+      const Ints rows = rows_of(all, s, l, h);
+      for (std::size_t rank = 0; drops && rank < rows.size(); ++rank) {
+        keep[rank] = pages[entry(rows[rank])];
+      }
+    });
+    return wanted;
   }
 
   // Through bytes: they arrive as the same plan, to be applied from now on; changed on the way, they never do what no table
@@ -382,14 +592,13 @@ class EvictingWorld final : public World {
                    const Rule& rule,
                    const PlanOptions& options,
                    bool drops,
-                   const std::vector<float>& scores) {
+                   const Floats& scores,
+                   const Floats& second) {
     const CacheView all = engine_->view(-1);
     const std::int32_t t = i % x_.tables();
     const SequenceId of{i / x_.tables()};
     const Table table = engine_->table(s, t);
-    const std::int32_t first = engine_->first_row(s);
     const TablePlan& plan = p.plan.table(of, t);
-    const auto entry = [&](std::int32_t row) { return at((row + first) / x_.page_size); };
     Pending::Part& part = p.parts.emplace_back();
     part.evicts = plan.evicts, part.live = live(s, t), part.signature = signature(s, t);
     expect(plan.live_before == part.live, "live_before");
@@ -399,44 +608,13 @@ class EvictingWorld final : public World {
     const bool known = x_.positions || !x_.states || (state.next_position == state.live_rows);
     expect(plan.positions_known == known, "positions_known");
 
-    // What the heads keep by rank, and the pages where that is.
-    std::vector<std::vector<bool>> wanted;
-    std::set<std::size_t> pages;
-    bool any_shared = false;
-    for (std::size_t e = 0; e < at(table.used); ++e) {
-      any_shared = any_shared || (x_.refs && shared(table, e));
-    }
-    for (std::int32_t e = 0; e * x_.page_size < first; ++e) { pages.insert(at(e)); }
-    for_each_head(t, [&](std::int32_t l, std::int32_t h) {
-      const Ints rows = rows_of(all, s, l, h);
-      std::vector<bool>& keep = wanted.emplace_back(rows.size(), true);
-      std::vector<std::pair<double, std::int32_t>> others;  // best first
-      for (std::int32_t rank = cut.begin; rank < cut.end; ++rank) {
-        const std::size_t head = at(raw(of) * x_.layers * x_.heads) + head_index(l, h);
-        const auto score = static_cast<double>(scores[head * at(x_.max_rows) + at(rows[at(rank)])]);
-        others.emplace_back(std::isnan(score) ? std::numeric_limits<double>::infinity() : -score,
-                            rank);
-      }
-      std::sort(others.begin(), others.end());
-      if (rule.by_position()) { std::reverse(others.begin(), others.end()); }
-      const std::int32_t stay = cut.keep - (part.live - (cut.end - cut.begin));
-      for (std::size_t j = at(stay); j < others.size(); ++j) { keep[at(others[j].second)] = false; }
-      for (std::size_t rank = 0; rank < keep.size(); ++rank) {
-        if (keep[rank]) { pages.insert(entry(rows[rank])); }
-      }
-    });
+    const auto wanted = wanted_rows(s, i, cut, rule, options, drops, scores, second);
 
     // What the plan lists, as ranks.
     std::int32_t kept = -1;
     std::size_t head = 0;
     for_each_head(t, [&](std::int32_t l, std::int32_t h) {
       const Ints rows = rows_of(all, s, l, h);
-      std::vector<bool>& keep = wanted[head++];
-      if (drops) {
-        for (std::size_t rank = 0; rank < keep.size(); ++rank) {
-          keep[rank] = pages.contains(entry(rows[rank]));
-        }
-      }
       std::vector<bool> stays(rows.size(), true);
       std::int32_t previous = -1;
       Ints& gone = part.gone.emplace_back();
@@ -463,19 +641,13 @@ class EvictingWorld final : public World {
       std::set<std::int32_t> listed;
       p.plan.for_each_kept(of, LayerId{l}, HeadId{h}, [&](std::int32_t r) { listed.insert(r); });
       for (std::size_t rank = 0; rank < rows.size(); ++rank) {
-        const auto r = static_cast<std::int32_t>(rank);
         expect(listed.contains(rows[rank]) == stays[rank],
                "kept and evicted rows are not all rows");
-        expect(stays[rank] || (r >= cut.begin && r < cut.end), "a protected row goes");
       }
       expect(listed.size() == rows.size() - gone.size(), "for_each_kept");
-      const bool exact =
-          !rule.chooses() && (!any_shared || drops || options.shared == SharedPages::copy);
-      if (exact) { expect(stays == keep, "other rows stay than the best"); }
+      expect(stays == wanted[head++], rule.words(), ": other rows stay than the best");
       const std::int32_t n = part.live - static_cast<std::int32_t>(gone.size());
       expect(kept < 0 || n == kept, "heads of one table keep different counts");
-      expect(n >= cut.keep || options.shared == SharedPages::leave,
-             "fewer rows stay than the budget");
       kept = n;
     });
     expect(plan.live_after == kept && plan.evicts == (kept < part.live), "live_after");
