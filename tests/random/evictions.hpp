@@ -166,12 +166,7 @@ class EvictingWorld final : public World {
     Observation obs;
     observed.add_to(obs, p.view);
     bool given = rule.kind == Rule::by_score || (!rule.by_position() && random_.below(4) == 0);
-    bool moves =
-        false;  // while rows move, nobody knows what a head that shares a budget would keep
-    for (std::int32_t q = begin; rule.shares() && q < end; ++q) {
-      moves = moves || between(q) == Status::eviction_open;
-    }
-    if (moves || (!given && check_scores(rule, p.view, obs) != Status::ok)) {
+    if (!given && check_scores(rule, p.view, obs) != Status::ok) {
       rule.kind = Rule::by_score, rule.interval = 1, rule.grace = 0, given = true;
     }
     p.kind = rule.kind, p.way = way == Removal::automatic ? Removal::stable_pack : way;
@@ -204,9 +199,9 @@ class EvictingWorld final : public World {
     Ints shares;  // rows of heads that share a budget
     for (std::int32_t q = begin; rule.shares() && q < end; ++q) {
       for (std::int32_t t = 0; scored && t < x_.tables(); ++t) {
-        if (live(q, t) > 0) { score_table(p, q, (q - begin) * x_.tables() + t, rule, obs, scores); }
+        score_table(p, q, (q - begin) * x_.tables() + t, rule, obs, scores);
       }
-      share(q, q - begin, rule, obs, scores, shares);
+      share(q, q - begin, rule, obs, scores, shares, errors);
     }
     bool over = false, any = false;
     for (std::int32_t q = begin; q < end; ++q) {
@@ -329,7 +324,8 @@ class EvictingWorld final : public World {
              const Rule& rule,
              const Observation& obs,
              const Floats& scores,
-             Ints& rows) {
+             Ints& rows,
+             std::set<Status>& errors) {
     const CacheView all = engine_->view(-1);
     const std::int32_t layers = rule.sharing.over == AdaptiveOver::all_heads ? x_.layers : 1;
     for (std::int32_t first = 0; first < x_.layers; first += layers) {
@@ -357,7 +353,10 @@ class EvictingWorld final : public World {
       });
       const Ints shared = shared_rows(rule.sharing, heads);
       std::size_t next = 0;
-      for_each([&](std::int32_t, std::int32_t, std::int32_t n) {
+      for_each([&](std::int32_t l, std::int32_t h, std::int32_t n) {
+        const std::int32_t t = x_.table_of(l, h);
+        if (more > 0 && x_.states && open(s, t)) { errors.insert(Status::step_open); }
+        if (more > 0 && sequences_[at(s)].applied[at(t)]) { errors.insert(Status::eviction_open); }
         rows.push_back(more > 0 ? shared[next] : n), ++next;
       });
     }
@@ -417,14 +416,13 @@ class EvictingWorld final : public World {
                    const Observation& obs,
                    Floats& scores) {
     const SequenceId of{i / x_.tables()};
-    if (refused(s, i % x_.tables()) && !rule.shares()) { return; }
+    if (refused(s, i % x_.tables())) { return; }
     for_each_head(i % x_.tables(), [&](std::int32_t l, std::int32_t h) {
       const HeadRef head{p.view, of, LayerId{l}, HeadId{h}};
       const Ints rows = rows_of(engine_->view(-1), s, l, h);
       const Rows& model = sequences_[at(s)].heads[head_index(l, h)];
       const std::vector<float> own = own_scores(rule, head, obs);
       std::copy(own.begin(), own.end(), scores.begin() + first_score(of, l, h));
-      if (refused(s, i % x_.tables())) { return; }  // rows that nobody wrote yet
       const Reference reference = reference_scores(rule, head, obs, rows, model);
       for (std::size_t rank = 0; rank < reference.scores.size(); ++rank) {
         const double wanted = reference.scores[rank];
