@@ -40,6 +40,7 @@ class EvictingWorld final : public World {
   /// \throws std::runtime_error if the cache is not what the model says
   void operate(std::uint64_t seed) {
     random_ = test::Random(seed);
+    seen_.clear();
     const std::int32_t s = pick();
     const std::int32_t size = x_.page_size;
     const std::int32_t what = random_.below(100);
@@ -134,7 +135,7 @@ class EvictingWorld final : public World {
   std::unique_ptr<Pending> plan(std::int32_t s) {
     auto made = std::make_unique<Pending>();
     Pending& p = *made;
-    p.first = x_.foreign || x_.following > 0 || random_.below(2) == 0 ? -1 : s;
+    p.first = x_.following > 0 || random_.below(2) == 0 ? -1 : s;
     const std::int32_t begin = std::max(0, p.first), end = p.first < 0 ? x_.sequences : s + 1;
     p.view = engine_->view(p.first);
     Rule rule = random_rule(random_, x_.following);
@@ -265,12 +266,15 @@ class EvictingWorld final : public World {
     if (errors.empty() && any && bad_spares) { errors.insert(Status::bad_options); }
 
     const auto before = memory();
-    p.plan = rule.with_policy([&](const auto& policy) {
+    Rule told = rule;
+    told_(told);
+    p.plan = told.with_policy([&](const auto& policy) {
       p.workspace.assign(plan_workspace_bytes(policy, plan_shape(p.view, obs)), std::byte{0x5A});
       return kvtrim::plan(policy, p.view, obs, p.workspace, options);
     });
     const Status status = p.plan.status();
     note("plan " + rule.words() + ", " + std::string(to_string(way)) + ",", p.first, 0, status);
+    see("status of a plan", status);
     expect(before == memory(), "plan wrote a page");
     if (!errors.empty()) {
       expect(errors.contains(status),
@@ -635,6 +639,7 @@ class EvictingWorld final : public World {
         expect(rank < part.live, "an evicted row is not live");
         stays[at(rank)] = false;
         gone.push_back(rank);
+        see("evicted row", rank);
       }
       std::set<std::int32_t> listed;
       p.plan.for_each_kept(of, LayerId{l}, HeadId{h}, [&](std::int32_t r) { listed.insert(r); });
@@ -725,6 +730,7 @@ class EvictingWorld final : public World {
     const Status status =
         kvtrim::apply(p.plan, p.view, p.rerotator == nullptr ? Rerotator() : *p.rerotator);
     note("apply", p.first, 0, status);
+    see("status of apply", status);
     expect(status, stale ? Status::stale_plan : Status::ok);
     for (const std::int32_t page : written_pages(before)) {
       expect(!stale && own.contains(page), "page ", page, " was written");
@@ -783,6 +789,9 @@ class EvictingWorld final : public World {
     const auto before = memory();
     const Report report = engine_->commit(p.plan, p.view);
     note("commit", p.first, static_cast<std::int32_t>(committed), report.status);
+    see("status of commit", report.status), see("evicted rows", report.evicted_rows);
+    see("kept rows", report.kept_rows), see("dropped pages", report.dropped_pages);
+    see("released pages", report.released_pages), see("NaN", report.nan_count);
     for (const std::int32_t page : written_pages(before)) {
       expect(x_.scrub && engine_->count(page) == 0, "commit wrote a page");
     }

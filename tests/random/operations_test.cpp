@@ -52,6 +52,31 @@ class Forgetful final : public PagedEngine {
   bool forked_ = false;
 };
 
+// What is left of accumulated scores differs in its last bit after a fork: less than the model sees.
+class Inexact final : public ForeignEngine {
+ public:
+  using ForeignEngine::ForeignEngine;
+  Status fork(std::int32_t s, std::int32_t made) override {
+    const Status status = ForeignEngine::fork(s, made);
+    const CacheView of = view(made);
+    for (std::int32_t r = 0; of.score_sums && r < of.state({}, {}, {}).live_rows; ++r) {
+      float& rest = of.score_compensations.at<float>({}, {}, {}, r);
+      rest = std::nextafter(rest, 1.0F);
+    }
+    return status;
+  }
+};
+
+// Whether the first worlds find a planted fault, and say `text` of it.
+bool is_found(const Parts& parts, const std::string& text) {
+  const Steps steps = all_steps(operations_of_a_world);
+  for (std::uint64_t seed = 1; seed < 300; ++seed) {
+    const Outcome out = run(seed, steps, false, parts);
+    if (out.failure && out.failure->find(text) != std::string::npos) { return true; }
+  }
+  return false;
+}
+
 }  // namespace
 
 TEST_CASE("random operations leave in every cache what a plain model says", "[random][property]") {
@@ -75,11 +100,10 @@ TEST_CASE("random operations leave in every cache what a plain model says", "[ra
     if (out.failure) {
       const Steps all(steps.begin(), steps.begin() + static_cast<std::ptrdiff_t>(out.done));
       const Steps few = shrunk(all, [&](const Steps& s) { return fails(seed, s); });
-      FAIL(EvictingWorld(seed, false, make_paged).words()
-           << "\n"
-           << *out.failure << "\n"
-           << few.size() << " operations that fail:\n"
-           << run(seed, few).history);
+      FAIL(EvictingWorld(seed, false, {}).words() << "\n"
+                                                  << *out.failure << "\n"
+                                                  << few.size() << " operations that fail:\n"
+                                                  << run(seed, few).history);
     }
     evictions.insert(out.evictions.begin(), out.evictions.end());
   }
@@ -103,16 +127,17 @@ TEST_CASE("random operations leave in every cache what a plain model says", "[ra
 
 TEST_CASE("random: of a run that fails, the operations stay that it takes", "[random]") {
   const Steps steps = all_steps(operations_of_a_world);
-  const auto make = [](const Setup& x) -> std::unique_ptr<Engine> {
+  Parts parts;
+  parts.paged = [](const Setup& x) -> std::unique_ptr<Engine> {
     return std::make_unique<Forgetful>(x);
   };
   std::int32_t found = 0;
   for (std::uint64_t seed = 1; found < 3; ++seed) {
-    const Outcome out = run(seed, steps, false, make);
+    const Outcome out = run(seed, steps, false, parts);
     if (!out.failure) { continue; }
     ++found;
-    const Steps few = shrunk(steps, [&](const Steps& s) { return fails(seed, s, false, make); });
-    const Outcome last = run(seed, few, false, make);
+    const Steps few = shrunk(steps, [&](const Steps& s) { return fails(seed, s, false, parts); });
+    const Outcome last = run(seed, few, false, parts);
     INFO("seed " << seed << "\n" << last.history);
     REQUIRE(last.failure);
     CHECK(*last.failure == "commit wrote a page");
@@ -123,7 +148,61 @@ TEST_CASE("random: of a run that fails, the operations stay that it takes", "[ra
     for (std::size_t i = 0; i < few.size(); ++i) {
       Steps fewer = few;
       fewer.erase(fewer.begin() + static_cast<std::ptrdiff_t>(i));
-      CHECK_FALSE(fails(seed, fewer, false, make));
+      CHECK_FALSE(fails(seed, fewer, false, parts));
     }
   }
+}
+
+TEST_CASE("random: a bit that differs between PagedCache and foreign memory is seen", "[random]") {
+  Parts parts;
+  parts.foreign = [](const Setup& x, std::uint64_t seed) -> std::unique_ptr<ForeignEngine> {
+    return std::make_unique<Inexact>(x, seed);
+  };
+  CHECK(is_found(parts, "another score's compensation in foreign memory"));
+}
+
+TEST_CASE("random: a policy that chooses by another rule than the model is seen", "[random]") {
+  struct Fault {
+    const char* what;
+    void (*told)(Rule&);
+  };
+  const Fault fault = GENERATE(
+      Fault{"safeguard", [](Rule& r) { r.sharing.safeguard = 1 - r.sharing.safeguard; }},
+      Fault{"form",
+            [](Rule& r) {
+              r.sharing.form = r.sharing.form == AdaptiveForm::safeguard ? AdaptiveForm::floor
+                                                                         : AdaptiveForm::safeguard;
+            }},
+      Fault{"rounding",
+            [](Rule& r) {
+              if (r.sharing.form == AdaptiveForm::floor) {
+                r.sharing.form = AdaptiveForm::floor_rounded;
+              }
+            }},
+      Fault{"heads that share",
+            [](Rule& r) {
+              r.sharing.over = r.sharing.over == AdaptiveOver::all_heads
+                                   ? AdaptiveOver::heads_of_layer
+                                   : AdaptiveOver::all_heads;
+            }},
+      Fault{"first stage", [](Rule& r) { r.first_stage = 1 - r.first_stage / 2; }},
+      Fault{"epsilon", [](Rule& r) { r.epsilon = 0; }},
+      Fault{"reduction",
+            [](Rule& r) {
+              r.page.reduction =
+                  r.page.reduction == PageReduction::max ? PageReduction::mean : PageReduction::max;
+            }},
+      Fault{"top_m", [](Rule& r) { ++r.page.top_m; }},
+      Fault{"norm", [](Rule& r) { r.page.norm = HeadNorm::sum; }},
+      Fault{"heads of a page",
+            [](Rule& r) {
+              if (r.page.norm == HeadNorm::sum) {
+                r.page.heads = r.page.heads == Reduction::max ? Reduction::sum : Reduction::max;
+              }
+            }},
+      Fault{"unit", [](Rule& r) { r.unit = PageUnit::per_table; }});
+  INFO(fault.what);
+  Parts parts;
+  parts.told = fault.told;
+  CHECK(is_found(parts, "other rows stay than the best"));
 }
