@@ -4,18 +4,15 @@
 // Evictions of a world: what a plan must say, whether apply and commit may happen, and what they leave. Over 400 lines: one
 // class, and a plan is said twice.
 
-#include "random/scores.hpp"
-#include "random/world.hpp"
+#include "random/choosing.hpp"
 
 #include <algorithm>
-#include <cmath>
 #include <compare>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <limits>
 #include <memory>
-#include <numeric>
 #include <set>
 #include <string>
 #include <utility>
@@ -23,9 +20,9 @@
 
 namespace kvtrim::random_test {
 
-class EvictingWorld final : public World {
+class EvictingWorld final : public ChoosingWorld {
  public:
-  using World::World;
+  using ChoosingWorld::ChoosingWorld;
 
   /// A policy, how it removed rows, and what became of their positions.
   struct Eviction {
@@ -136,10 +133,12 @@ class EvictingWorld final : public World {
     auto made = std::make_unique<Pending>();
     Pending& p = *made;
     p.first = x_.following > 0 || random_.below(2) == 0 ? -1 : s;
-    const std::int32_t begin = std::max(0, p.first), end = p.first < 0 ? x_.sequences : s + 1;
     p.view = engine_->view(p.first);
-    Rule rule = random_rule(random_, x_.following);
-    PlanOptions options;
+    Asked a;
+    a.begin = std::max(0, p.first), a.end = p.first < 0 ? x_.sequences : s + 1;
+    a.rule = random_rule(random_, x_.following);
+    Rule& rule = a.rule;
+    PlanOptions& options = a.options;
     options.removal = static_cast<Removal>(random_.below(5));
     if (random_.below(2) == 0) { options.removal = Removal::automatic; }
     options.reserved = static_cast<ReservedPages>(random_.below(2));
@@ -147,7 +146,7 @@ class EvictingWorld final : public World {
       p.rerotator = options.rerotator = &rerotator_;
     }
     const Removal way = options.removal != Removal::automatic ? options.removal : rule.own;
-    const bool drops = way == Removal::drop_pages;
+    const bool drops = a.drops = way == Removal::drop_pages;
     bool bad_spares = false;
     if (random_.below(2) == 0) {
       options.shared = SharedPages::copy;
@@ -162,16 +161,18 @@ class EvictingWorld final : public World {
 
     // Scores and budgets; what each table must do. Given scores have few values, so that many are equal.
     Ints next;
-    for (std::int32_t q = begin; q < end; ++q) { next.push_back(sequences_[at(q)].next); }
+    for (std::int32_t q = a.begin; q < a.end; ++q) { next.push_back(sequences_[at(q)].next); }
     const Observed observed(random_, p.view, 1 + random_.below(6), next);
-    Observation obs;
+    Observation& obs = a.obs;
     observed.add_to(obs, p.view);
-    bool given = rule.kind == Rule::by_score || (!rule.by_position() && random_.below(4) == 0);
-    if (!given && check_scores(rule, p.view, obs) != Status::ok) {
-      rule.kind = Rule::by_score, rule.interval = 1, rule.grace = 0, given = true;
+    a.given = rule.kind == Rule::by_score || (!rule.by_position() && random_.below(4) == 0);
+    if (!a.given && check_scores(rule, p.view, obs) != Status::ok) {
+      rule.kind = Rule::by_score, rule.interval = 1, rule.grace = 0, a.given = true;
     }
     p.kind = rule.kind, p.way = way == Removal::automatic ? Removal::stable_pack : way;
-    Floats scores(at((end - begin) * x_.layers * x_.heads * x_.max_rows), 0.0F), second = scores;
+    Floats& scores = a.given_scores;
+    const std::size_t heads = at((a.end - a.begin) * x_.layers * x_.heads);
+    a.first.resize(heads), a.second.resize(heads), scores.resize(heads * at(x_.max_rows));
     for (float& score : scores) { score = random_score(); }
     if (x_.common && random_.below(4) > 0) {  // the same for all heads
       for (std::size_t i = 0; i < scores.size(); ++i) {
@@ -179,13 +180,13 @@ class EvictingWorld final : public World {
         scores[i] = scores[head / at(x_.heads) * at(x_.heads) * at(x_.max_rows) + row];
       }
     }
-    if (given) {
+    if (a.given) {
       obs.scores = SequencePlane::dense(scores.data(), x_.layers, x_.heads, x_.max_rows);
     }
     Ints budgets;
-    for (std::int32_t i = 0; i < (end - begin) * x_.tables(); ++i) {
+    for (std::int32_t i = 0; i < items(a); ++i) {
       const bool again = i % x_.tables() > 0 && (x_.common || random_.below(2) == 0);
-      const std::int32_t rows = live(begin + i / x_.tables(), i % x_.tables());
+      const std::int32_t rows = live(item(a, i).s, item(a, i).t);
       const std::int32_t n = random_.below(6);
       budgets.push_back(again   ? budgets.back()
                         : n < 1 ? -1
@@ -194,35 +195,35 @@ class EvictingWorld final : public World {
                                 : random_.below(6));
     }
     if (random_.below(3) > 0) { obs.budgets = budgets.data(), obs.budget_rows = p.view.table.rows; }
-    std::vector<Cut> cuts;
     std::set<Status> errors, later;
-    const bool scored = !given && !rule.by_position();
-    Ints shares;  // rows of heads that share a budget
-    for (std::int32_t q = begin; rule.shares() && q < end; ++q) {
-      for (std::int32_t t = 0; scored && t < x_.tables(); ++t) {
-        score_table(p, q, (q - begin) * x_.tables() + t, rule, obs, scores);
-      }
-      share(q, q - begin, rule, obs, scores, shares, errors);
-    }
     bool over = false, any = false;
-    for (std::int32_t q = begin; q < end; ++q) {
+    for (std::int32_t of = 0; of < a.end - a.begin; ++of) {
+      const std::int32_t q = a.begin + of;
+      Ints rows;  // of heads that share budgets
+      for (std::int32_t t = 0; rule.shares() && t < x_.tables(); ++t) {
+        score_table(p, {q, of, t}, a);
+      }
+      if (rule.shares()) { rows = shares(a, of, errors); }
       for (std::int32_t t = 0; t < x_.tables(); ++t) {
-        const std::int32_t i = (q - begin) * x_.tables() + t;
-        Cut& cut = cuts.emplace_back();
+        Cut& cut = a.cuts.emplace_back();
         if (rule.shares()) {
-          cut = sharers_cut(
-              q, q - begin, t, &shares[at((q - begin) * x_.layers * x_.heads)], rule, obs);
-          if (cut.keep < 0) { errors.insert(Status::unequal_budget); }
+          std::set<std::int32_t> keep;
+          for_each_head(t, [&](std::int32_t l, std::int32_t h) {
+            keep.insert(rows[head_index(l, h)]);
+            cut = cut_to(budget_of(a, of, l, h), rule.sinks, rule.recent, live(q, t));
+          });
+          if (keep.size() > 1) { errors.insert(Status::unequal_budget); }
+          cut.keep = *keep.begin(), cut.evicts = cut.keep < live(q, t);
+          cut.over = cut.over && cut.evicts;
         } else if (rule.asks()) {
-          const HeadRef head{
-              p.view, SequenceId{q - begin}, p.view.first_layer(t), p.view.first_head(t)};
+          const HeadRef head{p.view, SequenceId{of}, p.view.first_layer(t), p.view.first_head(t)};
           const auto asked = asked_cut(rule, head, obs);
           if (!asked) { errors.insert(Status::unequal_budget); }
           cut = asked.value_or(Cut{.evicts = true, .end = live(q, t)});
         } else {
           cut = cut_of(rule,
                        live(q, t),
-                       obs.budgets == nullptr ? -1 : budgets[at(i)],
+                       obs.budgets == nullptr ? -1 : budgets[a.cuts.size() - 1],
                        x_.states ? sequences_[at(q)].rows_at_eviction[at(t)] : 0);
         }
         const SequenceState state = engine_->state(q, t);
@@ -254,14 +255,9 @@ class EvictingWorld final : public World {
         }
       }
     }
-    if (rule.by_page() && !one_cut_a_set(rule, begin, cuts, any)) {
-      errors.insert(Status::unequal_budget);
-    }
-    for (std::int32_t i = 0; i < (end - begin) * x_.tables(); ++i) {
-      if (!cuts[at(i)].evicts || errors.contains(Status::unequal_budget)) { continue; }
-      const std::int32_t s_of = begin + i / x_.tables();
-      if (scored && !rule.shares()) { score_table(p, s_of, i, rule, obs, scores); }
-      if (rule.two_stages()) { rescore_table(p, s_of, i, rule, obs, scores, second); }
+    if (rule.by_page() && !sets_agree(a, any)) { errors.insert(Status::unequal_budget); }
+    for (std::int32_t i = 0; i < items(a); ++i) {
+      if (a.cuts[at(i)].evicts && !rule.shares()) { score_table(p, item(a, i), a); }
     }
     if (errors.empty() && any && bad_spares) { errors.insert(Status::bad_options); }
 
@@ -294,256 +290,13 @@ class EvictingWorld final : public World {
       finish(p);
       return nullptr;
     }
-    for (std::int32_t i = 0; i < (end - begin) * x_.tables(); ++i) {
-      over =
-          check_table(
-              p, begin + i / x_.tables(), i, cuts[at(i)], rule, options, drops, scores, second) ||
-          over;
+    for (std::int32_t i = 0; i < items(a); ++i) {
+      over = check_table(p, item(a, i), a, a.cuts[at(i)]) || over;
     }
     expect(status, over ? Status::over_budget : Status::ok);
     if (random_.below(4) == 0) { p.copy = Plan(p.plan), p.plan = p.copy->ref(); }
     if (random_.below(2) == 0) { send(p); }
     return made;
-  }
-
-  // Where the scores of a head begin in those of a plan.
-  std::ptrdiff_t first_score(SequenceId of, std::int32_t l, std::int32_t h) const {
-    return std::ptrdiff_t{(raw(of) * x_.layers + l) * x_.heads + h} * x_.max_rows;
-  }
-  // The scores of a head by rank.
-  Floats by_rank(
-      const Floats& scores, SequenceId of, std::int32_t l, std::int32_t h, const Ints& rows) const {
-    Floats out;
-    for (const std::int32_t r : rows) { out.push_back(scores[at(first_score(of, l, h) + r)]); }
-    return out;
-  }
-  // A plan of a table in such a state is refused, if it evicts.
-  bool refused(std::int32_t s, std::int32_t t) const {
-    return x_.states && (open(s, t) || sequences_[at(s)].applied[at(t)]);
-  }
-
-  // Adds what each head of sequence `s` may keep of the budget that it shares, [layers, kv_heads].
-  void share(std::int32_t s,
-             std::int32_t of,
-             const Rule& rule,
-             const Observation& obs,
-             const Floats& scores,
-             Ints& rows,
-             std::set<Status>& errors) {
-    const CacheView all = engine_->view(-1);
-    const std::int32_t layers = rule.sharing.over == AdaptiveOver::all_heads ? x_.layers : 1;
-    for (std::int32_t first = 0; first < x_.layers; first += layers) {
-      std::vector<Sharer> heads;
-      std::int32_t longest = 0, more = 0;
-      const auto for_each = [&](auto&& f) {
-        for (std::int32_t i = 0; i < layers * x_.heads; ++i) {
-          const std::int32_t l = first + i / x_.heads, h = i % x_.heads;
-          f(l, h, live(s, x_.table_of(l, h)));
-        }
-      };
-      for_each([&](std::int32_t, std::int32_t, std::int32_t n) { longest = std::max(longest, n); });
-      for_each([&](std::int32_t l, std::int32_t h, std::int32_t n) {
-        const Ints list = rows_of(all, s, l, h);
-        const Cut cut = cut_to(0, rule.sinks, rule.recent, n);
-        const std::int32_t given = obs.budget(SequenceId{of}, LayerId{l}, HeadId{h});
-        Sharer& head = heads.emplace_back();
-        head.fixed = cut.keep, head.budget = std::min(given >= 0 ? given : rule.keep, longest);
-        more += n - head.budget;
-        const Floats own = by_rank(scores, SequenceId{of}, l, h, list);
-        for (std::int32_t rank = cut.begin; rank < cut.end; ++rank) {
-          const Row& row = sequences_[at(s)].heads[head_index(l, h)][at(rank)];
-          head.candidates.push_back({own[at(rank)], x_.positions ? row.position : rank});
-        }
-      });
-      const Ints shared = shared_rows(rule.sharing, heads);
-      std::size_t next = 0;
-      for_each([&](std::int32_t l, std::int32_t h, std::int32_t n) {
-        const std::int32_t t = x_.table_of(l, h);
-        if (more > 0 && x_.states && open(s, t)) { errors.insert(Status::step_open); }
-        if (more > 0 && sequences_[at(s)].applied[at(t)]) { errors.insert(Status::eviction_open); }
-        rows.push_back(more > 0 ? shared[next] : n), ++next;
-      });
-    }
-  }
-  // What table `t` keeps where its heads have `shares`, [layers, kv_heads]; `keep` -1: not all the same.
-  Cut sharers_cut(std::int32_t q,
-                  std::int32_t of,
-                  std::int32_t t,
-                  const std::int32_t* shares,
-                  const Rule& rule,
-                  const Observation& obs) const {
-    const std::int32_t n = live(q, t);
-    std::int32_t keep = -2, own = 0;
-    for_each_head(t, [&](std::int32_t l, std::int32_t h) {
-      const std::int32_t rows = shares[head_index(l, h)];
-      keep = keep == -2 || keep == rows ? rows : -1;
-      const std::int32_t given = obs.budget(SequenceId{of}, LayerId{l}, HeadId{h});
-      own = given >= 0 ? given : rule.keep;
-    });
-    Cut cut = cut_to(std::min(own, n), rule.sinks, rule.recent, n);
-    cut.keep = keep, cut.evicts = keep < n, cut.over = cut.over && cut.evicts;
-    return cut;
-  }
-  // Whether all tables of each set of pages have the same to do. Where nothing goes, nobody looks.
-  bool one_cut_a_set(const Rule& rule,
-                     std::int32_t begin,
-                     const std::vector<Cut>& cuts,
-                     bool any) const {
-    if (rule.unit == PageUnit::per_layer && x_.scope == TableScope::group && x_.layers > 1) {
-      return false;
-    }
-    bool one = true;
-    for (std::size_t i = 0; any && i < cuts.size(); ++i) {
-      const auto q = static_cast<std::int32_t>(i) / x_.tables();
-      const auto t = static_cast<std::int32_t>(i) % x_.tables();
-      for (std::int32_t other = 0; other < t; ++other) {
-        const Cut &a = cuts[i], &b = cuts[at(q * x_.tables() + other)];
-        const bool same = live(begin + q, t) == live(begin + q, other) && a.evicts == b.evicts &&
-                          (!a.evicts || a.keep == b.keep);
-        one = one && (same || set_of(rule, t) != set_of(rule, other));
-      }
-    }
-    return one;
-  }
-  // The set of pages that table `t` belongs to.
-  std::int32_t set_of(const Rule& rule, std::int32_t t) const {
-    std::int32_t layer = -1;
-    for_each_head(t, [&](std::int32_t l, std::int32_t) { layer = layer < 0 ? l : layer; });
-    return rule.unit == PageUnit::per_table ? t : rule.unit == PageUnit::per_layer ? layer : 0;
-  }
-
-  // What the policy's scorer makes of table `i` of the plan, which is what the model selects from; close to what it must be.
-  void score_table(Pending& p,
-                   std::int32_t s,
-                   std::int32_t i,
-                   const Rule& rule,
-                   const Observation& obs,
-                   Floats& scores) {
-    const SequenceId of{i / x_.tables()};
-    if (refused(s, i % x_.tables())) { return; }
-    for_each_head(i % x_.tables(), [&](std::int32_t l, std::int32_t h) {
-      const HeadRef head{p.view, of, LayerId{l}, HeadId{h}};
-      const Ints rows = rows_of(engine_->view(-1), s, l, h);
-      const Rows& model = sequences_[at(s)].heads[head_index(l, h)];
-      const std::vector<float> own = own_scores(rule, head, obs);
-      std::copy(own.begin(), own.end(), scores.begin() + first_score(of, l, h));
-      const Reference reference = reference_scores(rule, head, obs, rows, model);
-      for (std::size_t rank = 0; rank < reference.scores.size(); ++rank) {
-        const double wanted = reference.scores[rank];
-        const auto got = static_cast<double>(own[at(rows[rank])]);
-        if (std::isnan(got) && std::isnan(wanted)) { continue; }  // no query sees a row
-        if (std::abs(got - wanted) <=
-            reference.error * std::max(reference.floor, std::abs(wanted))) {
-          continue;
-        }
-        expect(false,
-               rule.words(),
-               ": score ",
-               got,
-               " of position ",
-               model[rank].position,
-               ", not ",
-               wanted);
-      }
-    });
-  }
-
-  // Scores of the second stage: each row's own times what its value adds to the output.
-  void rescore_table(Pending& p,
-                     std::int32_t s,
-                     std::int32_t i,
-                     const Rule& rule,
-                     const Observation& obs,
-                     const Floats& scores,
-                     Floats& second) {
-    const SequenceId of{i / x_.tables()};
-    if (refused(s, i % x_.tables())) { return; }
-    for_each_head(i % x_.tables(), [&](std::int32_t l, std::int32_t h) {
-      const HeadRef head{p.view, of, LayerId{l}, HeadId{h}};
-      const Ints rows = rows_of(engine_->view(-1), s, l, h);
-      const Floats factors = own_factors(head, obs);
-      for (std::size_t rank = 0; rank < rows.size(); ++rank) {
-        const float factor = factors[at(rows[rank])];
-        const Row& row = sequences_[at(s)].heads[head_index(l, h)][rank];
-        const auto [wanted, error] = reference_factor(head, obs, row.tag);
-        expect(std::abs(static_cast<double>(factor) - wanted) <= error,
-               "factor ",
-               factor,
-               " of position ",
-               row.position,
-               ", not ",
-               wanted);
-        const std::size_t to = at(first_score(of, l, h) + rows[rank]);
-        second[to] = (scores[to] + rule.epsilon) * factor;
-      }
-    });
-  }
-
-  // Which rows of table `i` of the plan stay, by rank, of each head that it serves.
-  std::vector<std::vector<bool>> wanted_rows(std::int32_t s,
-                                             std::int32_t i,
-                                             const Cut& cut,
-                                             const Rule& rule,
-                                             const PlanOptions& options,
-                                             bool drops,
-                                             const Floats& scores,
-                                             const Floats& second) {
-    const CacheView all = engine_->view(-1);
-    const std::int32_t t = i % x_.tables(), first = engine_->first_row(s);
-    const SequenceId of{i / x_.tables()};
-    const Table table = engine_->table(s, t);
-    const PageRows on{live(s, t), first, x_.page_size};
-    std::vector<bool> pages(at(table.used), false);
-    if (rule.by_page()) {
-      std::vector<Floats> heads;
-      for (std::int32_t u = 0; u < x_.tables(); ++u) {
-        if (set_of(rule, u) != set_of(rule, t)) { continue; }
-        for_each_head(u, [&](std::int32_t l, std::int32_t h) {
-          const Floats own = by_rank(scores, of, l, h, rows_of(all, s, l, h));
-          heads.push_back(scores_of_pages(rule.page, own, on));
-        });
-      }
-      pages = kept_pages(rule.page, heads, on, cut);
-    }
-    const auto entry = [&](std::int32_t row) { return at((row + first) / x_.page_size); };
-    const auto choose = [&](std::int32_t l, std::int32_t h, const std::vector<Place>& entries) {
-      const Ints rows = rows_of(all, s, l, h);
-      std::vector<Place> places;
-      for (const std::int32_t r : rows) { places.push_back(entries[entry(r)]); }
-      Floats own = by_rank(scores, of, l, h, rows);
-      if (rule.by_position()) { std::iota(own.begin(), own.end(), 0.0F); }  // the last ones
-      const std::int32_t stage =
-          rule.two_stages() ? static_cast<std::int32_t>(cut.keep * rule.first_stage) : -1;
-      return kept_rows(cut, places, own, stage, by_rank(second, of, l, h, rows));
-    };
-    std::vector<std::vector<bool>> wanted;
-    std::vector<Place> entries(at(table.used), Place::own);
-    for_each_head(t, [&](std::int32_t l, std::int32_t h) {
-      wanted.push_back(choose(l, h, entries));
-      const Ints rows = rows_of(all, s, l, h);
-      for (std::size_t rank = 0; rank < rows.size() && !rule.by_page(); ++rank) {
-        if (wanted.back()[rank]) { pages[entry(rows[rank])] = true; }
-      }
-    });
-    bool again = false;
-    for (std::size_t e = 0; e < entries.size(); ++e) {
-      const bool padded = static_cast<std::int32_t>(e) * x_.page_size < first;
-      pages[e] = pages[e] || padded;
-      if (drops || options.shared == SharedPages::copy || !x_.refs || !shared(table, e)) {
-        continue;
-      }
-      entries[e] = pages[e] ? Place::stays : Place::goes, again = true;
-    }
-    std::size_t head = 0;
-    for_each_head(t, [&](std::int32_t l, std::int32_t h) {
-      std::vector<bool>& keep = wanted[head++];
-      if (again) { keep = choose(l, h, entries); }
-      const Ints rows = rows_of(all, s, l, h);
-      for (std::size_t rank = 0; drops && rank < rows.size(); ++rank) {
-        keep[rank] = pages[entry(rows[rank])];
-      }
-    });
-    return wanted;
   }
 
   // Through bytes: they arrive as the same plan, to be applied from now on; changed on the way, they never do what no table
@@ -586,19 +339,11 @@ class EvictingWorld final : public World {
     p.copy = std::move(arrived), p.plan = p.copy->ref();
   }
 
-  // Whether table `i` of the plan keeps what it must. Returns whether that is more than its budget.
-  bool check_table(Pending& p,
-                   std::int32_t s,
-                   std::int32_t i,
-                   const Cut& cut,
-                   const Rule& rule,
-                   const PlanOptions& options,
-                   bool drops,
-                   const Floats& scores,
-                   const Floats& second) {
+  // Whether a table keeps what it must. Returns whether that is more than its budget.
+  bool check_table(Pending& p, const Item& on, const Asked& a, const Cut& cut) {
     const CacheView all = engine_->view(-1);
-    const std::int32_t t = i % x_.tables();
-    const SequenceId of{i / x_.tables()};
+    const std::int32_t s = on.s, t = on.t;
+    const SequenceId of{on.of};
     const Table table = engine_->table(s, t);
     const TablePlan& plan = p.plan.table(of, t);
     Pending::Part& part = p.parts.emplace_back();
@@ -610,7 +355,7 @@ class EvictingWorld final : public World {
     const bool known = x_.positions || !x_.states || (state.next_position == state.live_rows);
     expect(plan.positions_known == known, "positions_known");
 
-    const auto wanted = wanted_rows(s, i, cut, rule, options, drops, scores, second);
+    const auto wanted = wanted_rows(a, on, cut);
 
     // What the plan lists, as ranks.
     std::int32_t kept = -1;
@@ -629,8 +374,8 @@ class EvictingWorld final : public World {
         std::int32_t rank = position;
         if (x_.positions) {
           const auto row = std::lower_bound(
-              model.begin(), model.end(), position, [](const Row& a, std::int32_t b) {
-                return a.position < b;
+              model.begin(), model.end(), position, [](const Row& one, std::int32_t b) {
+                return one.position < b;
               });
           expect(row != model.end() && row->position == position,
                  "an evicted position is not live");
@@ -648,23 +393,19 @@ class EvictingWorld final : public World {
                "kept and evicted rows are not all rows");
       }
       expect(listed.size() == rows.size() - gone.size(), "for_each_kept");
-      expect(stays == wanted[head++], rule.words(), ": other rows stay than the best");
+      expect(stays == wanted[head++], a.rule.name(), ": other rows stay than the best");
       const std::int32_t n = part.live - static_cast<std::int32_t>(gone.size());
       expect(kept < 0 || n == kept, "heads of one table keep different counts");
       kept = n;
     });
     expect(plan.live_after == kept && plan.evicts == (kept < part.live), "live_after");
-    check_pages(p, of, s, t, table, options);
-    return kept > cut.keep && !(drops && rule.by_position());
+    check_pages(p, of, t, table, a.options);
+    return kept > cut.keep && !(a.drops && a.rule.by_position());
   }
 
   // Released pages come tail first; the others and spare ones are the table.
-  void check_pages(Pending& p,
-                   SequenceId of,
-                   std::int32_t s,
-                   std::int32_t t,
-                   const Table& table,
-                   const PlanOptions& options) {
+  void check_pages(
+      Pending& p, SequenceId of, std::int32_t t, const Table& table, const PlanOptions& options) {
     const TablePlan& plan = p.plan.table(of, t);
     if (!plan.evicts) { return; }
     const auto k = p.plan.k_pages(of, t), v = p.plan.v_pages(of, t);
@@ -703,7 +444,6 @@ class EvictingWorld final : public World {
       expect(raw(k[at(plan.pages_after + i)]) == table.k[at(table.used + i)],
              "reserved pages follow");
     }
-    static_cast<void>(s);
   }
 
   void apply(Pending& p) {

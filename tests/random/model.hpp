@@ -34,6 +34,7 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 namespace kvtrim::random_test {
@@ -205,11 +206,14 @@ struct Rule {
         return f(test::ByScore{keep, sinks, recent, own});
     }
   }
+  std::string_view name() const {
+    return with_policy([](const auto& policy) { return std::string_view(policy.name); });
+  }
   std::string words() const {
-    return with_policy([](const auto& policy) { return std::string(policy.name); }) + " keep " +
-           std::to_string(keep) + " sinks " + std::to_string(sinks) + " recent " +
-           std::to_string(recent) + " grace " + std::to_string(grace) + " every " +
-           std::to_string(interval) + " chunk " + std::to_string(chunk);
+    return std::string(name()) + " keep " + std::to_string(keep) + " sinks " +
+           std::to_string(sinks) + " recent " + std::to_string(recent) + " grace " +
+           std::to_string(grace) + " every " + std::to_string(interval) + " chunk " +
+           std::to_string(chunk);
   }
 };
 // `following`: sinks that follow the window, which a rule must protect.
