@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Random operations on caches of every kind, against a model that is a list of rows per (sequence, layer, KV head).
+// Random operations on caches of every kind, against a model that is a list of rows per (sequence, layer, KV head) and that
+// chooses the rows of every policy itself. What happens to a PagedCache happens to the same cache in foreign memory, step by
+// step, and the two are the same to the bit.
 //
 // KVTRIM_RANDOM_OPERATIONS: how many. KVTRIM_RANDOM_SEED: of one world alone; if it fails, the fewest of its operations that
 // still do are printed, also where an assertion of the library or a sanitizer ends them.
