@@ -140,7 +140,7 @@ class EvictingWorld final : public ChoosingWorld {
     Rule& rule = a.rule;
     PlanOptions& options = a.options;
     options.removal = static_cast<Removal>(random_.below(5));
-    if (random_.below(2) == 0) { options.removal = Removal::automatic; }
+    if (random_.below(rule.by_page() ? 8 : 2) > 0) { options.removal = Removal::automatic; }
     options.reserved = static_cast<ReservedPages>(random_.below(2));
     if (x_.mode != PositionMode::keep && (x_.following > 0 || random_.below(4) > 0)) {
       p.rerotator = options.rerotator = &rerotator_;
@@ -194,7 +194,9 @@ class EvictingWorld final : public ChoosingWorld {
                         : n < 5 ? random_.below(rows + 2)
                                 : random_.below(6));
     }
-    if (random_.below(3) > 0) { obs.budgets = budgets.data(), obs.budget_rows = p.view.table.rows; }
+    if (random_.below(3) > (rule.by_page() ? 1 : 0)) {
+      obs.budgets = budgets.data(), obs.budget_rows = p.view.table.rows;
+    }
     std::set<Status> errors, later;
     bool over = false, any = false;
     for (std::int32_t of = 0; of < a.end - a.begin; ++of) {

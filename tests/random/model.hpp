@@ -224,7 +224,11 @@ inline Rule random_rule(Random& random, std::int32_t following) {
   const bool must = rule.kind == Rule::heavy || rule.kind == Rule::promote || rule.by_window();
   rule.recent = rule.kind == Rule::greedy ? 0 : (must ? 1 : 0) + random.below(6);
   rule.chunk = 1 + random.below(4);
-  rule.keep = rule.sinks + rule.recent + random.below(8);
+  if (rule.by_page()) {  // room for pages that compete
+    rule.sinks = std::min(rule.sinks, std::max(1, following)),
+    rule.recent = std::min(rule.recent, 2);
+  }
+  rule.keep = rule.sinks + rule.recent + random.below(rule.by_page() ? 12 : 8);
   if (rule.kind == Rule::by_score) {
     rule.keep = random.below(16), rule.own = static_cast<Removal>(random.below(5));
   } else if (rule.has_interval()) {
