@@ -2,10 +2,13 @@
 // kvpress's masks: tests/golden/adaptive_test.cpp. The sharing itself: tests/budget/adaptive_test.cpp.
 #include <kvtrim/evict/evict.hpp>
 #include <kvtrim/policy/ada_kv.hpp>
+#include <kvtrim/policy/key_norm.hpp>
 #include <kvtrim/policy/snapkv_selector.hpp>
+#include <kvtrim/score/key_norm.hpp>
 #include <kvtrim/score/window.hpp>
 
 #include "catch.hpp"
+#include "support/fill.hpp"
 #include "support/instances.hpp"
 
 #include <algorithm>
@@ -321,4 +324,42 @@ TEST_CASE("adakv: equal scores keep the lower positions, NaN go first", "[adakv]
   CHECK(w.positions(0, 0, 0) == Rows{0, 1, 2, 3, 4, 5, 6, 7, 8, 38, 39});
   CHECK(w.positions(0, 0, 1) == Rows{38, 39});
   CHECK(w.positions(0, 0, 2) == Rows{0, 1, 2, 3, 4, 5, 6, 7, 8, 38, 39});
+}
+
+TEST_CASE("adakv: a head whose rows are not written decides nothing over another's", "[adakv]") {
+  // By norms, what nobody wrote (zeros, or NaN) would be the best or the worst of all.
+  const AdaKV<KeyNorm> shared({.inner = {.budget = 4, .sinks = 0, .recent = 0},
+                               .safeguard = 0,
+                               .over = AdaptiveOver::all_heads});
+  PagedCache cache({.pages = 40,
+                    .page_size = 4,
+                    .layers = 2,
+                    .kv_heads = 1,
+                    .key_dim = 2,
+                    .scope = TableScope::head,
+                    .max_sequences = 1,
+                    .max_rows = 16});
+  REQUIRE(cache.try_create());
+  test::fill_unwritten(cache, GENERATE(test::signalling_nan, 0U));
+  REQUIRE(cache.try_extend(SequenceId{0}, 6) == kvtrim::Status::ok);
+  const std::vector<float> rows(12, 1.0F);
+  const auto write = [&](std::int32_t l) {
+    REQUIRE(cache.write(SequenceId{0}, LayerId{l}, {.data = rows.data()}, {.data = rows.data()}) ==
+            kvtrim::Status::ok);
+  };
+  std::vector<std::byte> workspace;
+  const auto status = [&] {
+    const CacheView view = cache.view();
+    workspace.resize(plan_workspace_bytes(shared, plan_shape(view, {})));
+    return plan(shared, view, {}, workspace).status();
+  };
+  write(0);
+  CHECK(status() == kvtrim::Status::step_open);
+  write(1);
+  const CacheView view = cache.view();
+  REQUIRE(status() == kvtrim::Status::ok);
+  const PlanRef first = plan(shared, view, {}, workspace);
+  REQUIRE(apply(first, view) == kvtrim::Status::ok);
+  std::vector<std::byte> other(workspace.size());
+  CHECK(plan(shared, view, {}, other).status() == kvtrim::Status::eviction_open);
 }

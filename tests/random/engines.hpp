@@ -122,7 +122,7 @@ class PagedEngine : public Engine {
 };
 
 /// An engine with tables of its own, written for clarity. The driver calls it only where its own rules allow.
-class ForeignEngine final : public Engine {
+class ForeignEngine : public Engine {
  public:
   ForeignEngine(const Setup& x, std::uint64_t seed) : x_(x), random_(seed) {
     const std::int64_t rows = std::int64_t{x.layers} * x.pages * x.page_size * x.heads;
@@ -146,10 +146,11 @@ class ForeignEngine final : public Engine {
     }
     free_.resize(at(x.pages));
     std::iota(free_.begin(), free_.end(), 0);
+    tag_planes_.resize(at(x.sequences + 1));
     hnd_ = random_.below(2) == 0, marks_of_values_ = random_.below(2) == 0;
     for (std::int32_t s = 0; s < x.sequences; ++s) { reset(s, true); }
   }
-  CacheView view(std::int32_t) override {
+  CacheView view(std::int32_t s) override {
     CacheView out;
     const bool one_head = x_.scope == TableScope::head && !x_.own_memory;
     const auto plane = [&](std::vector<std::byte>& memory, std::int32_t dim) {
@@ -191,9 +192,23 @@ class ForeignEngine final : public Engine {
       page_plane_.page_stride = x_.page_size * page_plane_.token_stride;
       page_plane_.layer_stride = x_.pages * page_plane_.page_stride;
       page_plane_.of_values = marks_of_values_;
-      tag_plane_ = rows(tags_);
+      SequencePlane& tags = tag_planes_[at(s + 1)];
+      tags = rows(tags_);
       out.page_planes = &page_plane_, out.page_plane_count = 1;
-      out.more_planes = &tag_plane_, out.more_plane_count = 1;
+      out.more_planes = &tags, out.more_plane_count = 1;
+      if (s > 0) { tags.base += s * tags.sequence_stride; }
+    }
+    if (s < 0) { return out; }
+    out.sequences = 1;
+    out.table.ids += s * x_.tables() * stride();
+    if (out.lengths != nullptr) { out.lengths += s * x_.tables(); }
+    if (out.first_rows != nullptr) { out.first_rows += s; }
+    if (out.states != nullptr) { out.states += s * x_.tables(); }
+    if (out.generations != nullptr) { out.generations += s * x_.tables(); }
+    if (out.reserved_pages != nullptr) { out.reserved_pages += s * x_.tables(); }
+    for (SequencePlane* of :
+         {&out.positions, &out.rope_positions, &out.score_sums, &out.score_compensations}) {
+      if (*of) { of->base += s * of->sequence_stride; }
     }
     return out;
   }
@@ -336,10 +351,34 @@ class ForeignEngine final : public Engine {
       if (x_.scores) { sums_[element(s, l, h, r)] = compensations_[element(s, l, h, r)] = 0; }
     }
   }
-  /// Cuts table `t` to its first `kept` rows.
+  /// Whether one of the `kept` rows before position `next` would move into a page that is shared.
+  bool writes_shared(std::int32_t s, std::int32_t t, std::int32_t kept, std::int32_t next) {
+    bool moves = false, shares = false;
+    for_each_head(t, [&](std::int32_t l, std::int32_t h) {
+      for (std::int32_t r = kept; r < state(s, t).extent(); ++r) {
+        moves = moves || stays(s, l, h, r, next);
+      }
+    });
+    for (std::int32_t e = padding(s); e < needed_entries(s, kept); ++e) {
+      shares =
+          shares || counts_[at(page(s, t, e, false))] > 1 || counts_[at(page(s, t, e, true))] > 1;
+    }
+    return moves && shares;
+  }
+  /// Cuts table `t` to the `kept` rows before position `next`. Those behind the first `kept` fill the holes, the last one first.
   void shorten(
       std::int32_t s, std::int32_t t, std::int32_t kept, std::int32_t next, std::int32_t rope) {
     SequenceState& state = states_[index(s, t)];
+    for_each_head(t, [&](std::int32_t l, std::int32_t h) {
+      std::int32_t from = this->state(s, t).extent();
+      for (std::int32_t to = 0; x_.positions && to < kept; ++to) {
+        if (stays(s, l, h, to, next)) { continue; }
+        do { --from; } while (!stays(s, l, h, from, next));
+        move_row(s, l, h, from, to);
+        state.ordered = state.ordered && to == kept - 1;
+      }
+    });
+    state.ordered = state.ordered || kept == 0, state.append_row = -1;
     lengths_[index(s, t)] = state.live_rows = kept;
     state.next_position = next, state.next_rope_position = rope;
     state.rows_at_eviction = std::min(state.rows_at_eviction, kept);
@@ -361,12 +400,19 @@ class ForeignEngine final : public Engine {
     changed(s, t);
   }
   Status truncate(std::int32_t, std::int32_t, bool, std::int32_t) override { return Status::torn; }
-  Status make_private(std::int32_t) override { return Status::torn; }
+  Status make_private(std::int32_t s) override {
+    for (std::int32_t t = 0; t < x_.tables(); ++t) {
+      for (std::int32_t e = padding(s); e < size(s, t); ++e) { make_writable(s, t, e); }
+      changed(s, t);
+    }
+    return Status::ok;
+  }
   Report commit(const PlanRef& plan, const CacheView& view) override {
     std::vector<PageId> freed(at(x_.pages), null_page);
+    const std::ptrdiff_t table = (view.table.ids - ids_.data()) / stride();  // the first one
     DenseTables sink(view,
-                     ids_.data(),
-                     x_.lengths ? lengths_.data() : nullptr,
+                     ids_.data() + table * stride(),
+                     x_.lengths ? lengths_.data() + table : nullptr,
                      x_.refs ? counts_.data() : nullptr,
                      freed);
     const Report report = kvtrim::commit(plan, view, sink);
@@ -376,12 +422,44 @@ class ForeignEngine final : public Engine {
     }
     if (!usable(report.status)) { return report; }
     plan.for_each_evicting([&](SequenceId s, std::int32_t t) {
-      reserved_[index(raw(s), t)] = plan.table(s, t).reserved_after;
+      reserved_[index(raw(s), t) + at(table)] = plan.table(s, t).reserved_after;
     });
     return report;
   }
 
  private:
+  template <class F>
+  void for_each_head(std::int32_t t, F&& f) {
+    for (std::int32_t i = 0; i < x_.layers * x_.heads; ++i) {
+      if (x_.table_of(i / x_.heads, i % x_.heads) == t) { f(i / x_.heads, i % x_.heads); }
+    }
+  }
+  // Whether row `r` is live and before position `next`.
+  bool stays(std::int32_t s, std::int32_t l, std::int32_t h, std::int32_t r, std::int32_t next) {
+    return r != states_[index(s, x_.table_of(l, h))].append_row &&
+           positions_[element(s, l, x_.common ? 0 : h, r)] < next;
+  }
+  void move_row(
+      std::int32_t s, std::int32_t l, std::int32_t h, std::int32_t from, std::int32_t to) {
+    const CacheView all = view(-1);
+    const std::int32_t t = x_.table_of(l, h);
+    const auto place = [&](const auto& plane, std::int32_t r, bool v) {
+      const std::int32_t at_row = r + first_row(s);
+      const PageId of{page(s, t, at_row / x_.page_size, v)};
+      return plane.row(LayerId{l}, of, HeadId{h}, Slot{at_row % x_.page_size});
+    };
+    const auto one = [&](const auto& plane, bool v, std::int64_t bytes) {
+      std::memcpy(place(plane, to, v), place(plane, from, v), at(bytes));
+    };
+    one(all.k, false, all.k.row_bytes()), one(all.v, true, all.v.row_bytes());
+    if (!plain_.empty()) { one(all.unrotated_keys, false, all.k.row_bytes()); }
+    if (x_.marks) { one(page_plane_, marks_of_values_, 4); }
+    const auto move = [&](auto& plane, std::int32_t head) {
+      plane[element(s, l, head, to)] = plane[element(s, l, head, from)];
+    };
+    move(positions_, x_.common ? 0 : h), move(ropes_, h), move(tags_, h);
+    if (x_.scores) { move(sums_, h), move(compensations_, h); }
+  }
   std::int32_t stride() const { return max_pages_ * (x_.separate ? 2 : 1); }
   std::size_t index(std::int32_t s, std::int32_t t) const { return at(s * x_.tables() + t); }
   std::size_t element(std::int32_t s, std::int32_t l, std::int32_t h, std::int32_t r) const {
@@ -455,7 +533,7 @@ class ForeignEngine final : public Engine {
   std::vector<Ints> open_rows_;  // of the last extend, by table
   std::vector<bool> unwritten_;
   PagePlane page_plane_;
-  SequencePlane tag_plane_;
+  std::vector<SequencePlane> tag_planes_;  // of all sequences, and of each alone
 };
 
 }  // namespace kvtrim::random_test

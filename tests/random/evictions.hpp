@@ -4,11 +4,9 @@
 // Evictions of a world: what a plan must say, whether apply and commit may happen, and what they leave. Over 400 lines: one
 // class, and a plan is said twice.
 
-#include "random/scores.hpp"
-#include "random/world.hpp"
+#include "random/choosing.hpp"
 
 #include <algorithm>
-#include <cmath>
 #include <compare>
 #include <cstddef>
 #include <cstdint>
@@ -22,9 +20,9 @@
 
 namespace kvtrim::random_test {
 
-class EvictingWorld final : public World {
+class EvictingWorld final : public ChoosingWorld {
  public:
-  using World::World;
+  using ChoosingWorld::ChoosingWorld;
 
   /// A policy, how it removed rows, and what became of their positions.
   struct Eviction {
@@ -39,6 +37,7 @@ class EvictingWorld final : public World {
   /// \throws std::runtime_error if the cache is not what the model says
   void operate(std::uint64_t seed) {
     random_ = test::Random(seed);
+    seen_.clear();
     const std::int32_t s = pick();
     const std::int32_t size = x_.page_size;
     const std::int32_t what = random_.below(100);
@@ -133,19 +132,21 @@ class EvictingWorld final : public World {
   std::unique_ptr<Pending> plan(std::int32_t s) {
     auto made = std::make_unique<Pending>();
     Pending& p = *made;
-    p.first = x_.foreign || x_.following > 0 || random_.below(2) == 0 ? -1 : s;
-    const std::int32_t begin = std::max(0, p.first), end = p.first < 0 ? x_.sequences : s + 1;
+    p.first = x_.following > 0 || random_.below(2) == 0 ? -1 : s;
     p.view = engine_->view(p.first);
-    Rule rule = random_rule(random_, x_.following);
-    PlanOptions options;
+    Asked a;
+    a.begin = std::max(0, p.first), a.end = p.first < 0 ? x_.sequences : s + 1;
+    a.rule = random_rule(random_, x_.following);
+    Rule& rule = a.rule;
+    PlanOptions& options = a.options;
     options.removal = static_cast<Removal>(random_.below(5));
-    if (random_.below(2) == 0) { options.removal = Removal::automatic; }
+    if (random_.below(rule.by_page() ? 8 : 2) > 0) { options.removal = Removal::automatic; }
     options.reserved = static_cast<ReservedPages>(random_.below(2));
     if (x_.mode != PositionMode::keep && (x_.following > 0 || random_.below(4) > 0)) {
       p.rerotator = options.rerotator = &rerotator_;
     }
     const Removal way = options.removal != Removal::automatic ? options.removal : rule.own;
-    const bool drops = way == Removal::drop_pages;
+    const bool drops = a.drops = way == Removal::drop_pages;
     bool bad_spares = false;
     if (random_.below(2) == 0) {
       options.shared = SharedPages::copy;
@@ -160,16 +161,18 @@ class EvictingWorld final : public World {
 
     // Scores and budgets; what each table must do. Given scores have few values, so that many are equal.
     Ints next;
-    for (std::int32_t q = begin; q < end; ++q) { next.push_back(sequences_[at(q)].next); }
+    for (std::int32_t q = a.begin; q < a.end; ++q) { next.push_back(sequences_[at(q)].next); }
     const Observed observed(random_, p.view, 1 + random_.below(6), next);
-    Observation obs;
+    Observation& obs = a.obs;
     observed.add_to(obs, p.view);
-    bool given = rule.kind == Rule::by_score || (!rule.by_position() && random_.below(4) == 0);
-    if (!given && check_scores(rule, p.view, obs) != Status::ok) {
-      rule.kind = Rule::by_score, rule.interval = 1, rule.grace = 0, given = true;
+    a.given = rule.kind == Rule::by_score || (!rule.by_position() && random_.below(4) == 0);
+    if (!a.given && check_scores(rule, p.view, obs) != Status::ok) {
+      rule.kind = Rule::by_score, rule.interval = 1, rule.grace = 0, a.given = true;
     }
     p.kind = rule.kind, p.way = way == Removal::automatic ? Removal::stable_pack : way;
-    std::vector<float> scores(at((end - begin) * x_.layers * x_.heads * x_.max_rows), 0.0F);
+    Floats& scores = a.given_scores;
+    const std::size_t heads = at((a.end - a.begin) * x_.layers * x_.heads);
+    a.first.resize(heads), a.second.resize(heads), scores.resize(heads * at(x_.max_rows));
     for (float& score : scores) { score = random_score(); }
     if (x_.common && random_.below(4) > 0) {  // the same for all heads
       for (std::size_t i = 0; i < scores.size(); ++i) {
@@ -177,13 +180,13 @@ class EvictingWorld final : public World {
         scores[i] = scores[head / at(x_.heads) * at(x_.heads) * at(x_.max_rows) + row];
       }
     }
-    if (given) {
+    if (a.given) {
       obs.scores = SequencePlane::dense(scores.data(), x_.layers, x_.heads, x_.max_rows);
     }
     Ints budgets;
-    for (std::int32_t i = 0; i < (end - begin) * x_.tables(); ++i) {
+    for (std::int32_t i = 0; i < items(a); ++i) {
       const bool again = i % x_.tables() > 0 && (x_.common || random_.below(2) == 0);
-      const std::int32_t rows = live(begin + i / x_.tables(), i % x_.tables());
+      const std::int32_t rows = live(item(a, i).s, item(a, i).t);
       const std::int32_t n = random_.below(6);
       budgets.push_back(again   ? budgets.back()
                         : n < 1 ? -1
@@ -191,51 +194,57 @@ class EvictingWorld final : public World {
                         : n < 5 ? random_.below(rows + 2)
                                 : random_.below(6));
     }
-    if (random_.below(3) > 0) { obs.budgets = budgets.data(), obs.budget_rows = p.view.table.rows; }
-    std::vector<Cut> cuts;
-    std::set<Status> errors, later;
-    auto& sure = rule.chooses() ? later : errors;
-    if (rule.chooses()) {
-      later = {Status::unequal_budget,
-               Status::bad_options,
-               Status::bad_observation,
-               Status::shared_page};
+    if (random_.below(3) > (rule.by_page() ? 1 : 0)) {
+      obs.budgets = budgets.data(), obs.budget_rows = p.view.table.rows;
     }
+    std::set<Status> errors, later;
     bool over = false, any = false;
-    for (std::int32_t q = begin; q < end; ++q) {
+    for (std::int32_t of = 0; of < a.end - a.begin; ++of) {
+      const std::int32_t q = a.begin + of;
+      Ints rows;  // of heads that share budgets
+      for (std::int32_t t = 0; rule.shares() && t < x_.tables(); ++t) {
+        score_table(p, {q, of, t}, a);
+      }
+      if (rule.shares()) { rows = shares(a, of, errors); }
       for (std::int32_t t = 0; t < x_.tables(); ++t) {
-        const std::int32_t i = (q - begin) * x_.tables() + t;
-        Cut& cut = cuts.emplace_back();
-        if (rule.chooses()) {
-          cut = {.evicts = true, .end = live(q, t)};
+        Cut& cut = a.cuts.emplace_back();
+        if (rule.shares()) {
+          std::set<std::int32_t> keep;
+          for_each_head(t, [&](std::int32_t l, std::int32_t h) {
+            keep.insert(rows[head_index(l, h)]);
+            cut = cut_to(budget_of(a, of, l, h), rule.sinks, rule.recent, live(q, t));
+          });
+          if (keep.size() > 1) { errors.insert(Status::unequal_budget); }
+          cut.keep = *keep.begin(), cut.evicts = cut.keep < live(q, t);
+          cut.over = cut.over && cut.evicts;
         } else if (rule.asks()) {
-          const HeadRef head{
-              p.view, SequenceId{q - begin}, p.view.first_layer(t), p.view.first_head(t)};
+          const HeadRef head{p.view, SequenceId{of}, p.view.first_layer(t), p.view.first_head(t)};
           const auto asked = asked_cut(rule, head, obs);
           if (!asked) { errors.insert(Status::unequal_budget); }
           cut = asked.value_or(Cut{.evicts = true, .end = live(q, t)});
         } else {
           cut = cut_of(rule,
                        live(q, t),
-                       obs.budgets == nullptr ? -1 : budgets[at(i)],
+                       obs.budgets == nullptr ? -1 : budgets[a.cuts.size() - 1],
                        x_.states ? sequences_[at(q)].rows_at_eviction[at(t)] : 0);
         }
         const SequenceState state = engine_->state(q, t);
         over = over || cut.over, any = any || cut.evicts;
         if (x_.common && x_.heads > 1) { later.insert(Status::planes_disagree); }
         if (!cut.evicts) { continue; }
+        if (rule.by_page() && !drops) { errors.insert(Status::bad_options); }
         if (way == options.removal &&
             (way == Removal::overwrite_slot || way == Removal::fill_holes) &&
             !(x_.states && x_.positions)) {
-          sure.insert(Status::bad_options);
+          errors.insert(Status::bad_options);
         }
         if (options.rerotator != nullptr && x_.following > cut.begin) {
-          sure.insert(Status::bad_options);
+          errors.insert(Status::bad_options);
         }
-        if (x_.states && open(q, t)) { sure.insert(Status::step_open); }
-        if (x_.states && sequences_[at(q)].applied[at(t)]) { sure.insert(Status::eviction_open); }
+        if (x_.states && open(q, t)) { errors.insert(Status::step_open); }
+        if (x_.states && sequences_[at(q)].applied[at(t)]) { errors.insert(Status::eviction_open); }
         if (drops && (!state.ordered || state.append_row >= 0)) {
-          sure.insert(Status::rows_unordered);
+          errors.insert(Status::rows_unordered);
         }
         const Table table = engine_->table(q, t);
         for (std::size_t e = 0; e < table.k.size(); ++e) {
@@ -248,27 +257,31 @@ class EvictingWorld final : public World {
         }
       }
     }
-    const bool scored = !given && !rule.by_position() && !rule.chooses() &&
-                        !errors.contains(Status::unequal_budget);
-    for (std::int32_t i = 0; scored && i < (end - begin) * x_.tables(); ++i) {
-      if (cuts[at(i)].evicts) { score_table(p, begin + i / x_.tables(), i, rule, obs, scores); }
+    if (rule.by_page() && !sets_agree(a, any)) { errors.insert(Status::unequal_budget); }
+    for (std::int32_t i = 0; i < items(a); ++i) {
+      if (a.cuts[at(i)].evicts && !rule.shares()) { score_table(p, item(a, i), a); }
     }
-    if (errors.empty() && any && bad_spares) { sure.insert(Status::bad_options); }
+    if (errors.empty() && any && bad_spares) { errors.insert(Status::bad_options); }
 
     const auto before = memory();
-    p.plan = rule.with_policy([&](const auto& policy) {
+    Rule told = rule;
+    told_(told);
+    p.plan = told.with_policy([&](const auto& policy) {
       p.workspace.assign(plan_workspace_bytes(policy, plan_shape(p.view, obs)), std::byte{0x5A});
       return kvtrim::plan(policy, p.view, obs, p.workspace, options);
     });
     const Status status = p.plan.status();
     note("plan " + rule.words() + ", " + std::string(to_string(way)) + ",", p.first, 0, status);
+    see("status of a plan", status);
     expect(before == memory(), "plan wrote a page");
     if (!errors.empty()) {
       expect(errors.contains(status),
-             "plan " + std::string(to_string(status)) + ", not " +
-                 std::string(to_string(*errors.begin())));
+             "plan ",
+             to_string(status),
+             ", not ",
+             to_string(*errors.begin()));
     } else if (!usable(status)) {
-      expect(later.contains(status), "plan " + std::string(to_string(status)));
+      expect(later.contains(status), "plan ", to_string(status));
       if (status == Status::out_of_pages) {
         expect(p.plan.spares_needed() > static_cast<std::int32_t>(p.spares.size()),
                "spares_needed");
@@ -279,49 +292,13 @@ class EvictingWorld final : public World {
       finish(p);
       return nullptr;
     }
-    for (std::int32_t i = 0; i < (end - begin) * x_.tables(); ++i) {
-      over =
-          check_table(p, begin + i / x_.tables(), i, cuts[at(i)], rule, options, drops, scores) ||
-          over;
+    for (std::int32_t i = 0; i < items(a); ++i) {
+      over = check_table(p, item(a, i), a, a.cuts[at(i)]) || over;
     }
-    if (!rule.chooses()) { expect(status, over ? Status::over_budget : Status::ok); }
+    expect(status, over ? Status::over_budget : Status::ok);
     if (random_.below(4) == 0) { p.copy = Plan(p.plan), p.plan = p.copy->ref(); }
     if (random_.below(2) == 0) { send(p); }
     return made;
-  }
-
-  // What the policy's scorer makes of table `i` of the plan, which is what the model selects from; close to what it must be.
-  void score_table(Pending& p,
-                   std::int32_t s,
-                   std::int32_t i,
-                   const Rule& rule,
-                   const Observation& obs,
-                   std::vector<float>& scores) {
-    const SequenceId of{i / x_.tables()};
-    if (x_.states && (open(s, i % x_.tables()) || sequences_[at(s)].applied[at(i % x_.tables())])) {
-      return;  // refused
-    }
-    for_each_head(i % x_.tables(), [&](std::int32_t l, std::int32_t h) {
-      const HeadRef head{p.view, of, LayerId{l}, HeadId{h}};
-      const Ints rows = rows_of(engine_->view(-1), s, l, h);
-      const Rows& model = sequences_[at(s)].heads[head_index(l, h)];
-      const std::vector<float> own = own_scores(rule, head, obs);
-      std::copy(own.begin(),
-                own.end(),
-                scores.begin() +
-                    static_cast<std::ptrdiff_t>(
-                        at(raw(of) * x_.layers * x_.heads + l * x_.heads + h) * at(x_.max_rows)));
-      const Reference reference = reference_scores(rule, head, obs, rows, model);
-      for (std::size_t rank = 0; rank < reference.scores.size(); ++rank) {
-        const double wanted = reference.scores[rank];
-        const auto got = static_cast<double>(own[at(rows[rank])]);
-        if (std::isnan(got) && std::isnan(wanted)) { continue; }  // no query sees a row
-        expect(
-            std::abs(got - wanted) <= reference.error * std::max(reference.floor, std::abs(wanted)),
-            rule.words() + ": score " + std::to_string(got) + " of position " +
-                std::to_string(model[rank].position) + ", not " + std::to_string(wanted));
-      }
-    });
   }
 
   // Through bytes: they arrive as the same plan, to be applied from now on; changed on the way, they never do what no table
@@ -364,22 +341,13 @@ class EvictingWorld final : public World {
     p.copy = std::move(arrived), p.plan = p.copy->ref();
   }
 
-  // Whether table `i` of the plan keeps what it must. Returns whether that is more than its budget.
-  bool check_table(Pending& p,
-                   std::int32_t s,
-                   std::int32_t i,
-                   const Cut& cut,
-                   const Rule& rule,
-                   const PlanOptions& options,
-                   bool drops,
-                   const std::vector<float>& scores) {
+  // Whether a table keeps what it must. Returns whether that is more than its budget.
+  bool check_table(Pending& p, const Item& on, const Asked& a, const Cut& cut) {
     const CacheView all = engine_->view(-1);
-    const std::int32_t t = i % x_.tables();
-    const SequenceId of{i / x_.tables()};
+    const std::int32_t s = on.s, t = on.t;
+    const SequenceId of{on.of};
     const Table table = engine_->table(s, t);
-    const std::int32_t first = engine_->first_row(s);
     const TablePlan& plan = p.plan.table(of, t);
-    const auto entry = [&](std::int32_t row) { return at((row + first) / x_.page_size); };
     Pending::Part& part = p.parts.emplace_back();
     part.evicts = plan.evicts, part.live = live(s, t), part.signature = signature(s, t);
     expect(plan.live_before == part.live, "live_before");
@@ -389,44 +357,13 @@ class EvictingWorld final : public World {
     const bool known = x_.positions || !x_.states || (state.next_position == state.live_rows);
     expect(plan.positions_known == known, "positions_known");
 
-    // What the heads keep by rank, and the pages where that is.
-    std::vector<std::vector<bool>> wanted;
-    std::set<std::size_t> pages;
-    bool any_shared = false;
-    for (std::size_t e = 0; e < at(table.used); ++e) {
-      any_shared = any_shared || (x_.refs && shared(table, e));
-    }
-    for (std::int32_t e = 0; e * x_.page_size < first; ++e) { pages.insert(at(e)); }
-    for_each_head(t, [&](std::int32_t l, std::int32_t h) {
-      const Ints rows = rows_of(all, s, l, h);
-      std::vector<bool>& keep = wanted.emplace_back(rows.size(), true);
-      std::vector<std::pair<double, std::int32_t>> others;  // best first
-      for (std::int32_t rank = cut.begin; rank < cut.end; ++rank) {
-        const std::size_t head = at(raw(of) * x_.layers * x_.heads) + head_index(l, h);
-        const auto score = static_cast<double>(scores[head * at(x_.max_rows) + at(rows[at(rank)])]);
-        others.emplace_back(std::isnan(score) ? std::numeric_limits<double>::infinity() : -score,
-                            rank);
-      }
-      std::sort(others.begin(), others.end());
-      if (rule.by_position()) { std::reverse(others.begin(), others.end()); }
-      const std::int32_t stay = cut.keep - (part.live - (cut.end - cut.begin));
-      for (std::size_t j = at(stay); j < others.size(); ++j) { keep[at(others[j].second)] = false; }
-      for (std::size_t rank = 0; rank < keep.size(); ++rank) {
-        if (keep[rank]) { pages.insert(entry(rows[rank])); }
-      }
-    });
+    const auto wanted = wanted_rows(a, on, cut);
 
     // What the plan lists, as ranks.
     std::int32_t kept = -1;
     std::size_t head = 0;
     for_each_head(t, [&](std::int32_t l, std::int32_t h) {
       const Ints rows = rows_of(all, s, l, h);
-      std::vector<bool>& keep = wanted[head++];
-      if (drops) {
-        for (std::size_t rank = 0; rank < keep.size(); ++rank) {
-          keep[rank] = pages.contains(entry(rows[rank]));
-        }
-      }
       std::vector<bool> stays(rows.size(), true);
       std::int32_t previous = -1;
       Ints& gone = part.gone.emplace_back();
@@ -439,8 +376,8 @@ class EvictingWorld final : public World {
         std::int32_t rank = position;
         if (x_.positions) {
           const auto row = std::lower_bound(
-              model.begin(), model.end(), position, [](const Row& a, std::int32_t b) {
-                return a.position < b;
+              model.begin(), model.end(), position, [](const Row& one, std::int32_t b) {
+                return one.position < b;
               });
           expect(row != model.end() && row->position == position,
                  "an evicted position is not live");
@@ -449,37 +386,28 @@ class EvictingWorld final : public World {
         expect(rank < part.live, "an evicted row is not live");
         stays[at(rank)] = false;
         gone.push_back(rank);
+        see("evicted row", rank);
       }
       std::set<std::int32_t> listed;
       p.plan.for_each_kept(of, LayerId{l}, HeadId{h}, [&](std::int32_t r) { listed.insert(r); });
       for (std::size_t rank = 0; rank < rows.size(); ++rank) {
-        const auto r = static_cast<std::int32_t>(rank);
         expect(listed.contains(rows[rank]) == stays[rank],
                "kept and evicted rows are not all rows");
-        expect(stays[rank] || (r >= cut.begin && r < cut.end), "a protected row goes");
       }
       expect(listed.size() == rows.size() - gone.size(), "for_each_kept");
-      const bool exact =
-          !rule.chooses() && (!any_shared || drops || options.shared == SharedPages::copy);
-      if (exact) { expect(stays == keep, "other rows stay than the best"); }
+      expect(stays == wanted[head++], a.rule.name(), ": other rows stay than the best");
       const std::int32_t n = part.live - static_cast<std::int32_t>(gone.size());
       expect(kept < 0 || n == kept, "heads of one table keep different counts");
-      expect(n >= cut.keep || options.shared == SharedPages::leave,
-             "fewer rows stay than the budget");
       kept = n;
     });
     expect(plan.live_after == kept && plan.evicts == (kept < part.live), "live_after");
-    check_pages(p, of, s, t, table, options);
-    return kept > cut.keep && !(drops && rule.by_position());
+    check_pages(p, of, t, table, a.options);
+    return kept > cut.keep && !(a.drops && a.rule.by_position());
   }
 
   // Released pages come tail first; the others and spare ones are the table.
-  void check_pages(Pending& p,
-                   SequenceId of,
-                   std::int32_t s,
-                   std::int32_t t,
-                   const Table& table,
-                   const PlanOptions& options) {
+  void check_pages(
+      Pending& p, SequenceId of, std::int32_t t, const Table& table, const PlanOptions& options) {
     const TablePlan& plan = p.plan.table(of, t);
     if (!plan.evicts) { return; }
     const auto k = p.plan.k_pages(of, t), v = p.plan.v_pages(of, t);
@@ -518,7 +446,6 @@ class EvictingWorld final : public World {
       expect(raw(k[at(plan.pages_after + i)]) == table.k[at(table.used + i)],
              "reserved pages follow");
     }
-    static_cast<void>(s);
   }
 
   void apply(Pending& p) {
@@ -545,9 +472,10 @@ class EvictingWorld final : public World {
     const Status status =
         kvtrim::apply(p.plan, p.view, p.rerotator == nullptr ? Rerotator() : *p.rerotator);
     note("apply", p.first, 0, status);
+    see("status of apply", status);
     expect(status, stale ? Status::stale_plan : Status::ok);
     for (const std::int32_t page : written_pages(before)) {
-      expect(!stale && own.contains(page), "page " + std::to_string(page) + " was written");
+      expect(!stale && own.contains(page), "page ", page, " was written");
     }
     if (p.applied) { return; }
     if (stale) {
@@ -603,6 +531,9 @@ class EvictingWorld final : public World {
     const auto before = memory();
     const Report report = engine_->commit(p.plan, p.view);
     note("commit", p.first, static_cast<std::int32_t>(committed), report.status);
+    see("status of commit", report.status), see("evicted rows", report.evicted_rows);
+    see("kept rows", report.kept_rows), see("dropped pages", report.dropped_pages);
+    see("released pages", report.released_pages), see("NaN", report.nan_count);
     for (const std::int32_t page : written_pages(before)) {
       expect(x_.scrub && engine_->count(page) == 0, "commit wrote a page");
     }
@@ -649,8 +580,10 @@ class EvictingWorld final : public World {
       const std::int64_t row = all.k.row_bytes() + all.v.row_bytes() +
                                (all.unrotated_keys ? all.k.row_bytes() : 0) + (x_.marks ? 4 : 0);
       expect(report.bytes_moved == moved_rows * row,
-             "bytes_moved " + std::to_string(report.bytes_moved) + ", not " +
-                 std::to_string(moved_rows * row));
+             "bytes_moved ",
+             report.bytes_moved,
+             ", not ",
+             moved_rows * row);
     }
     if (evicted > 0) {
       const PositionMode mode = p.rerotator == nullptr ? PositionMode::keep : x_.mode;

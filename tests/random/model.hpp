@@ -23,15 +23,18 @@
 #include <kvtrim/policy/streaming_sink.hpp>
 #include <kvtrim/policy/tova.hpp>
 
+#include "random/choice.hpp"
 #include "random/setup.hpp"
 #include "support/by_score.hpp"
 #include "support/instances.hpp"
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 namespace kvtrim::random_test {
@@ -76,7 +79,9 @@ struct Rule {
     pyramid_kv,
     ada_kv,
     critical_kv,
+    critical_ada_kv,
     page_set,
+    page_window,
     exact,
     pages,
     full,
@@ -85,19 +90,25 @@ struct Rule {
   std::int32_t keep = 0, sinks = 0, recent = 0, interval = 1, grace = 0;
   std::int32_t chunk = 1;  // tokens of a chunk, or rows of a partition
   Removal own = Removal::stable_pack;
-  WindowParams votes{};  // of `window`
+  WindowParams votes{};      // of window scores
+  AdaptiveParams sharing{};  // of heads that share a budget
+  double first_stage = 0.5;
+  float epsilon = 0;
+  PageScoreParams page{};
+  PageUnit unit = PageUnit::per_table;
 
   bool by_position() const { return kind == exact || kind == pages || kind == full; }
   bool has_interval() const { return kind == heavy || kind == greedy || kind == promote; }
   bool by_window() const {
-    return kind == window || kind == rkv || kind == pyramid_kv || kind == ada_kv;
+    return kind == window || kind == rkv || kind == pyramid_kv || kind == page_window || shares();
   }
   // The cut is the policy's own answer: its budget is a formula that has tests of its own.
   bool asks() const {
     return kind == lag_kv || kind == recursive_lag_kv || kind == chunk_kv || kind == pyramid_kv;
   }
-  // So is the choice of rows: heads share a budget, rows are chosen in two stages, or pages are.
-  bool chooses() const { return kind == ada_kv || kind == critical_kv || kind == page_set; }
+  bool shares() const { return kind == ada_kv || kind == critical_ada_kv; }
+  bool two_stages() const { return kind == critical_kv || kind == critical_ada_kv; }
+  bool by_page() const { return kind == page_set || kind == page_window; }
   SnapKVSelector<>::Params prompt() const {
     return {.window = recent,
             .budget = keep,
@@ -107,6 +118,12 @@ struct Rule {
             .pooling = votes.pooling,
             .columns = votes.columns,
             .sinks = sinks};
+  }
+  AdaKV<SnapKVSelector<>>::Params shared() const {
+    return {.inner = prompt(),
+            .safeguard = sharing.safeguard,
+            .form = sharing.form,
+            .over = sharing.over};
   }
   // Calls f(policy).
   template <class F>
@@ -161,12 +178,24 @@ struct Rule {
       case pyramid_kv:
         return f(PyramidKV({.snapkv = prompt(), .beta = chunk}));
       case ada_kv:
-        return f(AdaKV<SnapKVSelector<>>({.inner = prompt()}));
+        return f(AdaKV<SnapKVSelector<>>(shared()));
       case critical_kv:
-        return f(
-            CriticalKV<KeyNorm>({.inner = {.budget = keep, .sinks = sinks, .recent = recent}}));
+        return f(CriticalKV<KeyNorm>({.inner = {.budget = keep, .sinks = sinks, .recent = recent},
+                                      .first_stage = first_stage,
+                                      .epsilon = epsilon}));
+      case critical_ada_kv:
+        return f(CriticalKV<AdaKV<SnapKVSelector<>>>(
+            {.inner = shared(), .first_stage = first_stage, .epsilon = epsilon}));
       case page_set:
-        return f(PageSelector<KeyDiffParams>({.budget = keep, .sinks = sinks, .window = recent}));
+        return f(PageSelector<KeyDiffParams>(
+            {.pages = page, .unit = unit, .budget = keep, .sinks = sinks, .window = recent}));
+      case page_window:
+        return f(PageSelector<>({.scores = votes,
+                                 .pages = page,
+                                 .unit = unit,
+                                 .budget = keep,
+                                 .sinks = sinks,
+                                 .window = recent}));
       case exact:
         return f(StreamingSink<SinkForm::exact>({.sinks = sinks, .recent = recent}));
       case pages:
@@ -177,11 +206,14 @@ struct Rule {
         return f(test::ByScore{keep, sinks, recent, own});
     }
   }
+  std::string_view name() const {
+    return with_policy([](const auto& policy) { return std::string_view(policy.name); });
+  }
   std::string words() const {
-    return with_policy([](const auto& policy) { return std::string(policy.name); }) + " keep " +
-           std::to_string(keep) + " sinks " + std::to_string(sinks) + " recent " +
-           std::to_string(recent) + " grace " + std::to_string(grace) + " every " +
-           std::to_string(interval) + " chunk " + std::to_string(chunk);
+    return std::string(name()) + " keep " + std::to_string(keep) + " sinks " +
+           std::to_string(sinks) + " recent " + std::to_string(recent) + " grace " +
+           std::to_string(grace) + " every " + std::to_string(interval) + " chunk " +
+           std::to_string(chunk);
   }
 };
 // `following`: sinks that follow the window, which a rule must protect.
@@ -192,7 +224,11 @@ inline Rule random_rule(Random& random, std::int32_t following) {
   const bool must = rule.kind == Rule::heavy || rule.kind == Rule::promote || rule.by_window();
   rule.recent = rule.kind == Rule::greedy ? 0 : (must ? 1 : 0) + random.below(6);
   rule.chunk = 1 + random.below(4);
-  rule.keep = rule.sinks + rule.recent + random.below(8);
+  if (rule.by_page()) {  // room for pages that compete
+    rule.sinks = std::min(rule.sinks, std::max(1, following)),
+    rule.recent = std::min(rule.recent, 2);
+  }
+  rule.keep = rule.sinks + rule.recent + random.below(rule.by_page() ? 12 : 8);
   if (rule.kind == Rule::by_score) {
     rule.keep = random.below(16), rule.own = static_cast<Removal>(random.below(5));
   } else if (rule.has_interval()) {
@@ -202,7 +238,7 @@ inline Rule random_rule(Random& random, std::int32_t following) {
     rule.recent += 1, rule.keep = rule.sinks + rule.recent;
     rule.own = rule.kind == Rule::exact ? Removal::overwrite_slot : Removal::drop_pages;
   }
-  if (rule.kind == Rule::page_set) { rule.own = Removal::drop_pages; }
+  if (rule.by_page()) { rule.own = Removal::drop_pages; }
   rule.keep = std::max(rule.keep, rule.kind == Rule::by_score ? 0 : 1);
   const auto any = [&](auto last) {
     return static_cast<decltype(last)>(random.below(static_cast<std::int32_t>(last) + 1));
@@ -213,25 +249,31 @@ inline Rule random_rule(Random& random, std::int32_t following) {
                 .group = any(Reduction::max),
                 .pooling = any(Pooling::max),
                 .columns = any(PoolColumns::all_columns)};
+  if (rule.shares()) {  // shares that are exact, but for the paper's
+    rule.sharing = {std::array{0.0, 0.25, 0.5, 0.75, 1.0}[at(random.below(5))],
+                    any(AdaptiveForm::floor_rounded),
+                    any(AdaptiveOver::all_heads)};
+    if (rule.sharing.form == AdaptiveForm::safeguard && random.below(2) == 0) {
+      rule.sharing.safeguard = 0.2;
+    }
+  }
+  if (rule.two_stages()) {
+    rule.first_stage = std::array{0.0, 0.3, 0.5, 1.0}[at(random.below(4))];
+    rule.epsilon = random.below(2) == 0 ? 1e-4F : 1.0F;
+  }
+  if (rule.by_page()) {
+    rule.page = {any(HeadNorm::sum),
+                 any(PageReduction::top_m),
+                 1 + random.below(3),
+                 any(Reduction::max),
+                 rule.kind == Rule::page_window ? any(Sums::exact) : Sums::floating};
+    rule.unit = any(PageUnit::per_group);
+    rule.votes.sums = rule.page.sums;
+    if (!rule.votes.at_most_one()) { rule.page.norm = HeadNorm::sum; }
+  }
   return rule;
 }
 
-struct Cut {
-  bool evicts = false, over = false;
-  std::int32_t keep = 0, begin = 0, end = 0;  // ranks [begin, end) compete
-  friend bool operator==(const Cut&, const Cut&) = default;
-};
-// `keep` rows stay of `live`, the first `sinks` and the last `recent` for sure.
-inline Cut cut_to(std::int32_t keep, std::int32_t sinks, std::int32_t recent, std::int32_t live) {
-  Cut cut;
-  cut.begin = std::min(sinks, live);
-  cut.end = live - std::min(recent, live - cut.begin);
-  const std::int32_t fixed = live - (cut.end - cut.begin);
-  cut.over = keep < fixed;
-  cut.keep = std::max(keep, fixed);
-  cut.evicts = cut.keep < live;
-  return cut;
-}
 // `left`: rows at the last eviction.
 inline Cut cut_of(const Rule& rule, std::int32_t live, std::int32_t budget, std::int32_t left) {
   if (rule.kind == Rule::full) { return {}; }

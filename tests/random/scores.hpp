@@ -29,6 +29,7 @@
 #include <numeric>
 #include <optional>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 namespace kvtrim::random_test {
@@ -112,7 +113,36 @@ inline std::vector<float> own_scores(const Rule& rule, HeadRef head, const Obser
   return out;
 }
 
-/// The same in double; empty: there is no other way to say them. The scorer may be off by `error` times the larger of a score
+/// What the second stage of two multiplies scores with, as the library makes it.
+inline std::vector<float> own_factors(const HeadRef& head, const Observation& obs) {
+  std::vector<float> out(at(LiveRows(head).extent()));
+  const OutputNormFactor scorer;
+  std::vector<std::byte> scratch(scorer.scratch_bytes(plan_shape(head.view, obs)));
+  scorer.score(head, obs, scratch, out);
+  return out;
+}
+/// The same of the row of token `tag` in double, and how far off floats may be.
+inline std::pair<double, double> reference_factor(const HeadRef& head,
+                                                  const Observation& obs,
+                                                  std::int32_t tag) {
+  const Value value = value_of(tag, raw(head.layer), raw(head.head));
+  double sum = 0, magnitudes = 0;
+  for (std::int32_t g = 0; g < group; ++g) {
+    const float* const w = obs.output.of(head.layer, raw(head.head) * group + g);
+    for (std::int32_t c = 0; c < obs.output.hidden; ++c) {
+      double product = 0;
+      for (std::int32_t d = 0; d < value_dim; ++d) {
+        const double part =
+            static_cast<double>(value[at(d)]) * static_cast<double>(w[d * obs.output.hidden + c]);
+        product += part, magnitudes += std::abs(part) / group;
+      }
+      sum += std::abs(product) / group;
+    }
+  }
+  return {sum, 1e-6 * magnitudes};
+}
+
+/// A head's scores in double; empty: there is no other way to say them. The scorer may be off by `error` times the larger of a score
 /// and `floor`.
 struct Reference {
   std::vector<double> scores;
@@ -162,10 +192,12 @@ inline Reference reference_scores(const Rule& rule,
       out.error = 1e-6;
       break;
     case Rule::key_norm:
+    case Rule::critical_kv:
       for (const auto& key : p.keys) { out.scores.push_back(-std::sqrt(dot(key, key))); }
       out.error = 1e-6;
       break;
     case Rule::key_diff:
+    case Rule::page_set:
       for (const auto& key : p.keys) {
         for (std::size_t d = 0; d < anchor.size(); ++d) {
           anchor[d] += key[d] / std::sqrt(dot(key, key));
@@ -185,8 +217,13 @@ inline Reference reference_scores(const Rule& rule,
       break;
     }
     case Rule::window:
+    case Rule::pyramid_kv:
+    case Rule::ada_kv:
+    case Rule::critical_ada_kv:
+    case Rule::page_window:
       out.scores = score_test::window_scores(p, score_test::probabilities_of(p), rule.votes);
       out.error = 1e-5;
+      if (rule.votes.sums == Sums::exact) { out.floor = 1e-5; }
       break;
     case Rule::tova:
       out.scores.assign(rows.size(), 0.0);

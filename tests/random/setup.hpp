@@ -128,6 +128,15 @@ inline Setup random_setup(Random& random) {
   return x;
 }
 
+/// The same in foreign memory, with all that PagedCache has: the same operations do the same there.
+inline Setup in_foreign_memory(Setup x, Random& random) {
+  const auto coin = [&] { return random.below(2) == 0; };
+  x.foreign = true, x.scrub = false;
+  x.lengths = coin(), x.generations = coin(), x.flags = coin(), x.own_memory = coin();
+  x.marks = coin();
+  return x;
+}
+
 inline float rounded(DType dtype, float x) {
   std::byte memory[4];
   store_element(memory, dtype, x);

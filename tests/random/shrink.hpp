@@ -10,6 +10,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <csignal>
 #include <cstddef>
 #include <cstdint>
@@ -39,20 +40,32 @@ struct Outcome {
   std::set<EvictingWorld::Eviction> evictions;
 };
 
-/// Does the operations `steps` of world `seed`.
+/// Does the operations `steps` of world `seed`: where its cache is a PagedCache, in lock step with the same in foreign memory,
+/// and both are the same after each.
 inline Outcome run(std::uint64_t seed,
                    const Steps& steps,
                    bool talks = false,
-                   MakeCache make = make_paged) {
+                   const Parts& parts = {}) {
   Outcome out;
-  EvictingWorld world(seed, talks, make);
+  EvictingWorld world(seed, talks, parts);
+  std::optional<EvictingWorld> twin;
+  if (!world.setup().foreign) { twin.emplace(seed, false, parts, true); }
   try {
     for (const std::int32_t step : steps) {
       ++out.done;
-      world.operate(seed * 0x1'0000'0000U + static_cast<std::uint64_t>(step));
+      const std::uint64_t operation = seed * 0x1'0000'0000U + static_cast<std::uint64_t>(step);
+      world.operate(operation);
+      if (!twin) { continue; }
+      twin->operate(operation);
+      const auto &own = world.seen(), &other = twin->seen();
+      const auto [a, b] = std::mismatch(own.begin(), own.end(), other.begin(), other.end());
+      if (a == own.end() && b == other.end()) { continue; }
+      throw std::runtime_error(std::string("another ") + (a == own.end() ? b->what : a->what) +
+                               " in foreign memory");
     }
   } catch (const std::runtime_error& error) { out.failure = error.what(); }
   out.history = world.history(), out.evictions = world.evictions();
+  if (twin) { out.evictions.insert(twin->evictions().begin(), twin->evictions().end()); }
   return out;
 }
 
@@ -62,7 +75,7 @@ inline Outcome run(std::uint64_t seed,
 inline bool fails(std::uint64_t seed,
                   const Steps& steps,
                   bool talks = false,
-                  MakeCache make = make_paged) {
+                  const Parts& parts = {}) {
   std::fflush(nullptr);
   const pid_t child = fork();
   if (child < 0) { throw std::runtime_error("no process"); }
@@ -71,7 +84,7 @@ inline bool fails(std::uint64_t seed,
     const rlimit none{0, 0};
     setrlimit(RLIMIT_CORE, &none);
     if (!talks && std::freopen("/dev/null", "w", stderr) == nullptr) { _exit(2); }
-    const Outcome out = run(seed, steps, talks, make);
+    const Outcome out = run(seed, steps, talks, parts);
     if (talks && out.failure) { std::fprintf(stderr, "%s\n", out.failure->c_str()); }
     std::fflush(nullptr);
     _exit(out.failure ? 1 : 0);

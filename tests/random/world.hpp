@@ -12,36 +12,46 @@
 #include "random/model.hpp"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <iostream>
 #include <memory>
+#include <optional>
 #include <set>
+#include <sstream>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
 namespace kvtrim::random_test {
 
-/// Makes the cache of a world that is no foreign engine's.
-using MakeCache = std::unique_ptr<Engine> (*)(const Setup&);
-inline std::unique_ptr<Engine> make_paged(const Setup& x) {
-  return std::make_unique<PagedEngine>(x);
-}
+/// What worlds are made of. A test that plants a fault changes it here.
+struct Parts {
+  std::unique_ptr<Engine> (*paged)(const Setup&) = [](const Setup& x) -> std::unique_ptr<Engine> {
+    return std::make_unique<PagedEngine>(x);
+  };
+  std::unique_ptr<ForeignEngine> (*foreign)(const Setup&, std::uint64_t) =
+      [](const Setup& x, std::uint64_t seed) { return std::make_unique<ForeignEngine>(x, seed); };
+  void (*told)(Rule&) = [](Rule&) {};  ///< what the library is told of a rule, and the model is not
+};
 
 class World {
  public:
   // `talks`: every operation is printed, so that also an assertion of the library shows what came before it.
-  World(std::uint64_t seed, bool talks, MakeCache make)
-      : random_(seed), x_(random_setup(random_)), talks_(talks) {
+  // `foreign`: what would be a PagedCache is the same in foreign memory.
+  World(std::uint64_t seed, bool talks, const Parts& parts, bool foreign = false)
+      : random_(seed), x_(random_setup(random_)), talks_(talks), told_(parts.told) {
+    if (foreign && !x_.foreign) { x_ = in_foreign_memory(x_, random_); }
     if (x_.foreign) {
-      auto own = std::make_unique<ForeignEngine>(x_, random_.bits());
+      auto own = parts.foreign(x_, random_.bits());
       foreign_ = own.get(), engine_ = std::move(own);
     } else {
-      engine_ = make(x_);
+      engine_ = parts.paged(x_);
     }
     check_layout(engine_->view(-1));
     sequences_.resize(at(x_.sequences)), held_.assign(at(x_.pages), false);
@@ -61,6 +71,13 @@ class World {
 
   std::string words() const { return x_.words(); }
   const Setup& setup() const { return x_; }
+  /// What the last operation did and left, as words that do not depend on where memory lies.
+  struct Seen {
+    const char* what;
+    std::uint32_t word;
+    bool operator==(const Seen& other) const { return word == other.word; }
+  };
+  const std::vector<Seen>& seen() const { return seen_; }
   /// Every operation so far, a line each.
   std::string history() const {
     std::string text;
@@ -69,12 +86,24 @@ class World {
   }
 
  protected:
-  void expect(bool right, const std::string& text) const {
-    if (!right) { throw std::runtime_error(text); }
+  template <class T>
+  void see(const char* what, T x) {
+    if constexpr (sizeof(T) == 4 && std::is_floating_point_v<T>) {
+      seen_.push_back({what, std::bit_cast<std::uint32_t>(x)});
+    } else {
+      seen_.push_back({what, static_cast<std::uint32_t>(x)});
+    }
+  }
+  // `text`: parts of a message, put together only where it is wrong: these checks are most of what the test does.
+  template <class... Text>
+  void expect(bool right, const Text&... text) const {
+    if (right) { return; }
+    std::ostringstream message;
+    (message << ... << text);
+    throw std::runtime_error(message.str());
   }
   void expect(Status status, Status wanted) const {
-    expect(status == wanted,
-           "status " + std::string(to_string(status)) + ", not " + std::string(to_string(wanted)));
+    expect(status == wanted, "status ", to_string(status), ", not ", to_string(wanted));
   }
   void note(std::string what, std::int32_t s, std::int32_t a, Status status) {
     done_.push_back({std::move(what), s, a, status});
@@ -144,12 +173,17 @@ class World {
            : any(q.unwritten) ? Status::step_open
                               : Status::ok;
   }
+  Pending::Part* part_of(Pending& p, std::int32_t s, std::int32_t t) const {
+    const std::int32_t i = (p.first < 0 ? s : s - p.first) * x_.tables() + t;
+    return i < 0 || i >= static_cast<std::int32_t>(p.parts.size()) ? nullptr : &p.parts[at(i)];
+  }
   // A foreign engine's duty: where nothing would tell, a planned table is left alone.
   bool blocked(std::int32_t s) const {
     if (!x_.foreign || pending_ == nullptr) { return false; }
     if (!pending_->applied && (x_.states || x_.generations)) { return false; }
     for (std::int32_t t = 0; t < x_.tables(); ++t) {
-      if (pending_->parts[at(s * x_.tables() + t)].evicts) { return true; }
+      const Pending::Part* part = part_of(*pending_, s, t);
+      if (part != nullptr && part->evicts && !(x_.states && part->ended)) { return true; }
     }
     return false;
   }
@@ -177,10 +211,6 @@ class World {
     return rows;
   }
 
-  Pending::Part* part_of(Pending& p, std::int32_t s, std::int32_t t) {
-    const std::int32_t i = (p.first < 0 ? s : s - p.first) * x_.tables() + t;
-    return i < 0 || i >= static_cast<std::int32_t>(p.parts.size()) ? nullptr : &p.parts[at(i)];
-  }
   // Calls f(sequence of the world, sequence of the view, table, part) for tables of the pending plan that evict.
   template <class F>
   void for_each_part(Pending& p, F&& f) {
@@ -222,8 +252,9 @@ class World {
     }
     return needed;
   }
-  bool extend(std::int32_t s, std::int32_t n) {
-    if (!may(s) || (x_.foreign && n == 0)) { return false; }
+  // `ok`: there are new rows. None: nothing was asked for.
+  std::optional<Status> extend(std::int32_t s, std::int32_t n) {
+    if (!may(s) || (x_.foreign && n == 0)) { return std::nullopt; }
     Sequence& q = sequences_[at(s)];
     Status wanted = between(s);
     if (wanted == Status::ok && n > 0) {
@@ -238,7 +269,8 @@ class World {
     const Status status = x_.foreign && wanted != Status::ok ? wanted : engine_->extend(s, n);
     note("extend", s, n, status);
     expect(status, wanted);
-    if (status != Status::ok || n == 0) { return false; }
+    if (n == 0) { return std::nullopt; }
+    if (status != Status::ok) { return status; }
     for (std::int32_t l = 0; l < x_.layers; ++l) {
       for (std::int32_t h = 0; h < x_.heads; ++h) {
         const std::int32_t rope = q.next_rope[at(x_.table_of(l, h))];
@@ -257,7 +289,7 @@ class World {
     for (std::int32_t& rope : q.next_rope) { rope += n; }
     q.unwritten.assign(at(x_.layers), true);
     change(q);
-    return true;
+    return Status::ok;
   }
   std::vector<float>::iterator pristine(std::int32_t s, std::int32_t l, std::int32_t h) {
     return pristine_.begin() + ((s * x_.layers + l) * x_.heads + h) * x_.following * key_dim;
@@ -302,13 +334,12 @@ class World {
   }
   // Out of pages: another sequence may be preempted for it, as a scheduler does.
   void append(std::int32_t s, std::int32_t n) {
-    bool extended = extend(s, n);
-    if (!extended && !done_.empty() && done_.back().status == Status::out_of_pages &&
-        random_.below(2) == 0) {
+    std::optional<Status> status = extend(s, n);
+    if (status == Status::out_of_pages && random_.below(2) == 0) {
       end((s + 1 + random_.below(x_.sequences - 1)) % x_.sequences, false);
-      extended = extend(s, n);
+      status = extend(s, n);
     }
-    if (!extended) { return; }
+    if (status != Status::ok) { return; }
     const bool stays_open = x_.states && random_.below(8) == 0;
     for (std::int32_t l = 0; l < x_.layers - (stays_open ? 1 : 0); ++l) { write(s, l); }
   }
@@ -352,14 +383,16 @@ class World {
     }
   }
   void make_private(std::int32_t s) {
-    if (x_.foreign) { return; }
     Status wanted = between(s) == Status::step_open ? Status::ok : between(s);
     std::int32_t needed = 0;
     for (std::int32_t t = 0; wanted == Status::ok && t < x_.tables(); ++t) {
       const Table table = engine_->table(s, t);
-      for (std::size_t e = 0; e < table.k.size(); ++e) { needed += shared(table, e) ? 1 : 0; }
+      for (std::size_t e = 0; e < table.k.size(); ++e) {
+        needed += shared(table, e) ? (x_.separate ? 2 : 1) : 0;
+      }
     }
     if (needed > engine_->available()) { wanted = Status::out_of_pages; }
+    if (x_.foreign && (wanted != Status::ok || blocked(s) || needed == 0)) { return; }
     const Status status = engine_->make_private(s);
     note("make_private", s, needed, status);
     expect(status, wanted);
@@ -432,13 +465,15 @@ class World {
         kept[at(t)] = n;
       });
     }
-    if (x_.foreign && (wanted != Status::ok || nothing || moves || !equal || blocked(s))) {
-      return;
-    }
+    if (x_.foreign && (wanted != Status::ok || nothing || !equal || blocked(s))) { return; }
+    if (x_.common && x_.heads > 1 && moves) { return; }  // heads might move rows apart
     const Ints ropes = ropes_at(q, next);
     Status status = Status::ok;
     if (x_.foreign) {
-      for (std::int32_t t = 0; t < x_.tables(); ++t) {
+      for (std::int32_t t = 0; moves && t < x_.tables(); ++t) {
+        if (foreign_->writes_shared(s, t, kept[at(t)], next)) { status = Status::shared_page; }
+      }
+      for (std::int32_t t = 0; status == Status::ok && t < x_.tables(); ++t) {
         foreign_->shorten(s, t, kept[at(t)], next, ropes[at(t)]);
       }
     } else {
@@ -489,13 +524,18 @@ class World {
     if (x_.scrub) { check_scrubbed(all); }
     for (std::int32_t page = 0; page < x_.pages; ++page) {
       expect(engine_->count(page) == named_[at(page)],
-             "page " + std::to_string(page) + " is counted " +
-                 std::to_string(engine_->count(page)) + " times and named " +
-                 std::to_string(named_[at(page)]) + " times");
+             "page ",
+             page,
+             " is counted ",
+             engine_->count(page),
+             " times and named ",
+             named_[at(page)],
+             " times");
       held += named_[at(page)] > 0 ? 1 : 0;
       if (named_[at(page)] > 0) { held_[at(page)] = true; }
     }
     expect(held + engine_->available() == x_.pages, "free and held pages are not all pages");
+    see("free pages", engine_->available());
   }
   // Nothing is left of a page that nobody holds any longer, nor of a sequence that has ended.
   void check_scrubbed(const CacheView& all) {
@@ -508,7 +548,9 @@ class World {
         const std::size_t page = at(i % x_.pages);
         if (!held_[page] || named_[page] > 0) { continue; }
         expect(zero(plane.base + i * plane.page_stride, plane.page_stride),
-               "page " + std::to_string(page) + " is free and not scrubbed");
+               "page ",
+               page,
+               " is free and not scrubbed");
       }
     }
     for (std::int32_t s = 0; s < x_.sequences; ++s) {
@@ -531,6 +573,14 @@ class World {
       ++named_[at(table.k[e])];
       if (x_.separate) { ++named_[at(table.v[e])]; }
     }
+    see("sequence", s), see("table", t);
+    see("live rows", state.live_rows), see("next position", state.next_position);
+    see("next rope position", state.next_rope_position), see("order", state.ordered);
+    see("append row", state.append_row), see("open", state.open), see("applied", state.applied);
+    see("rows at the last eviction", state.rows_at_eviction), see("used entries", table.used);
+    for (const std::int32_t page : table.k) {
+      see("owners of a page", page < 0 ? 0 : engine_->count(page));
+    }
     expect(state.live_rows == live(s, t), "live rows");
     if (state.live_rows > 0) {
       expect(table.used == pages_for(state.extent() + first, x_.page_size), "used entries");
@@ -538,8 +588,10 @@ class World {
     if (x_.states) {
       expect(state.next_position == q.next, "next position");
       expect(state.next_rope_position == q.next_rope[at(t)],
-             "next rope position " + std::to_string(state.next_rope_position) + ", not " +
-                 std::to_string(q.next_rope[at(t)]));
+             "next rope position ",
+             state.next_rope_position,
+             ", not ",
+             q.next_rope[at(t)]);
       expect(state.open == open(s, t) && state.applied == q.applied[at(t)], "open or applied");
       expect(state.applied || state.rows_at_eviction == q.rows_at_eviction[at(t)],
              "rows at the last eviction");
@@ -567,15 +619,21 @@ class World {
       });
       expect(next == read.size(), "for_each_run leaves rows out");
       const auto same = [&](bool right, const char* what, const Row& row) {
-        if (!right) {
-          throw std::runtime_error(
-              std::string(what) + " of position " + std::to_string(row.position) + " @ sequence " +
-              std::to_string(s) + " layer " + std::to_string(l) + " head " + std::to_string(h));
-        }
+        expect(right,
+               what,
+               " of position ",
+               row.position,
+               " @ sequence ",
+               s,
+               " layer ",
+               l,
+               " head ",
+               h);
       };
       for (std::size_t i = 0; i < rows.size(); ++i) {
         const Row& row = model[i];
         const std::int32_t r = rows[i];
+        see("row", r), see("position", row.position), see("rope position", row.rope);
         if (x_.positions) {
           same(all.positions.at<std::int32_t>(sequence, layer, kv_head, r) == row.position,
                "position",
@@ -599,6 +657,8 @@ class World {
         Key key;
         Value value;
         load(all.k, k, key.data()), load(all.v, v, value.data());
+        for (const float x : key) { see("key", x); }
+        for (const float x : value) { see("value", x); }
         same(value == value_of(row.tag, l, h), "value", row);
         for (std::size_t d = 0; d < key.size(); ++d) {
           same(std::abs(key[d] - row.key[d]) <= key_error(row.key[d]), "key", row);
@@ -608,9 +668,10 @@ class World {
           same(key == plain_key(x_.dtype, row.tag, l, h), "key before RoPE", row);
         }
         if (x_.scores) {
-          const double score =
-              static_cast<double>(all.score_sums.at<float>(sequence, layer, kv_head, r)) +
-              static_cast<double>(all.score_compensations.at<float>(sequence, layer, kv_head, r));
+          const float sum = all.score_sums.at<float>(sequence, layer, kv_head, r);
+          const float rest = all.score_compensations.at<float>(sequence, layer, kv_head, r);
+          see("score", sum), see("score's compensation", rest);
+          const double score = static_cast<double>(sum) + static_cast<double>(rest);
           same(std::abs(score - row.score) <= 1e-6 * row.score, "score", row);
         }
         if (!x_.marks) { continue; }
@@ -640,6 +701,7 @@ class World {
   test::Random random_;
   Setup x_;
   bool talks_;
+  void (*told_)(Rule&);
   std::unique_ptr<Engine> engine_;
   ForeignEngine* foreign_ = nullptr;
   std::vector<Sequence> sequences_;
@@ -648,6 +710,7 @@ class World {
   Rerotator rerotator_;
   std::unique_ptr<Pending> pending_;
   std::vector<Done> done_;
+  std::vector<Seen> seen_;
   Ints named_;              // by page: tables that name it
   std::vector<bool> held_;  // by page: whether it ever was
   std::uint64_t clock_ = 0;

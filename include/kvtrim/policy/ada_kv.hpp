@@ -18,7 +18,8 @@ namespace kvtrim {
 /// Any policy that ranks rows, with one budget that the KV heads of a layer (or all heads of the sequence) share.
 ///
 /// A head's protected rows always stay. Together the heads keep exactly as many rows as if each kept `Inner`'s budget;
-/// while they have no more than that, nothing goes. Needs `TableScope::head`.
+/// while they have no more than that, nothing goes; if they have more, all of them must be written and none applied to
+/// (`step_open`, `eviction_open`). Needs `TableScope::head`.
 ///
 /// \tparam Inner  the policy whose scores, protection and average budget are used
 /// \par Ties

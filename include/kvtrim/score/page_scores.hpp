@@ -39,7 +39,7 @@ struct HeadRows {
   std::uint64_t largest = 0;  ///< order key of the largest magnitude
   std::uint64_t lowest = 0;   ///< 2^32 - 1 - order key of the lowest score, if that is below 0
   std::uint64_t units = 0;    ///< of the magnitudes relative to the largest
-  double total = 0;           ///< sum of the magnitudes where sums are not exact
+  double total = 0;  ///< sum of the magnitudes, in the order of rows, where sums are not exact
 
   /// Of some rows, without `units`. NaN and infinite scores take no part: they would make all others equal.
   [[nodiscard]] static HeadRows of(const PageScoreParams& params,
@@ -97,7 +97,8 @@ struct HeadRows {
 /// \param page_size   rows per page
 /// \param all         of all rows of the head, also those of other ranks
 /// \param scratch     [page_size]; may be the rows themselves, which are then overwritten
-/// \param[out] pages  [pages]
+/// \param[out] pages  [pages] each rounded once: the sum of its best rows, from the best down, over their number, times
+///   `HeadRows::factor`, all in double
 /// \par Complexity
 /// O(rows) (O(rows log page_size) unless `max`); no allocation
 /// \par Source

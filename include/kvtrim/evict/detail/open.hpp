@@ -158,8 +158,16 @@ template <AdaptivePolicy P, Executor E>
     }
   };
   bool any = false;
-  for_each_group(
-      [&](SequenceId s, std::int32_t first_layer) { any = any || exceeds(s, first_layer); });
+  Status now = Status::ok;  // rows that are not written, or have moved, would decide what other heads keep
+  for_each_group([&](SequenceId s, std::int32_t first_layer) {
+    if (!exceeds(s, first_layer)) { return; }
+    any = true;
+    for_each_member(s, first_layer, [&](std::size_t, const HeadRef& head) {
+      const SequenceState state = head.state();
+      now = state.open ? Status::step_open : state.applied ? Status::eviction_open : now;
+    });
+  });
+  if (!usable(now)) { return now; }
   if (any) {
     const Status status = check_entries(view, draft.check_scratch).status;
     if (status != Status::ok) { return status; }
