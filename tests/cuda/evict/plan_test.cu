@@ -11,6 +11,7 @@
 
 #include "catch.hpp"
 #include "cuda/evict/both_sides.hpp"
+#include "cuda/evict/rows_case.hpp"
 
 #include <algorithm>
 #include <memory>

@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Apart from the other plans: defects are seeded into what moves rows, and each compiles this file again.
+#pragma once
+
+// One case of plan_test.cu by itself: defects are seeded into what moves rows, and each compiles this again (tests/emulator).
 
 #include <kvtrim/cuda/evict/apply.cuh>
 
@@ -8,12 +10,10 @@
 #include "catch.hpp"
 #include "cuda/evict/both_sides.hpp"
 
-using namespace kvtrim;
-using kvtrim::test::same;
-using kvtrim::test::World;
-using kvtrim::test::WorldShape;
-
 TEST_CASE("cuda::plan: rows of any size, aligned or not", "[cuda][parity]") {
+  using namespace kvtrim;
+  using kvtrim::test::World;
+  using kvtrim::test::WorldShape;
   WorldShape shape;
   const int which = GENERATE(0, 1, 2, 3, 4);
   const DType types[] = {DType::f32, DType::f16, DType::f8e4m3, DType::f8e5m2, DType::bf16};
@@ -23,5 +23,6 @@ TEST_CASE("cuda::plan: rows of any size, aligned or not", "[cuda][parity]") {
   shape.page_size = which == 1 ? 1 : 5;
   shape.max_pages = which == 1 ? 40 : 8;
   World world(shape);
-  same(world, HeavyHitter({.heavy = 8, .recent = 3, .removal = Removal::stable_pack}));
+  kvtrim::test::same(world,
+                     HeavyHitter({.heavy = 8, .recent = 3, .removal = Removal::stable_pack}));
 }
