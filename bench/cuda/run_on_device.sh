@@ -80,10 +80,10 @@ build() {
   {
     echo "nvcc ${flags[*]} --split-compile=0 -c tests/cuda/kernels_score.cu -o $objects/kernels_score.o"
     local f
-    for f in tests/cuda/main.cu tests/cuda/*/*_test.cu examples/cuda_step.cu bench/cuda/cuda_bench.cu; do
+    for f in tests/cuda/*/*_test.cu examples/cuda_step.cu bench/cuda/cuda_bench.cu; do
       echo "nvcc ${flags[*]} $elsewhere -c $f -o $objects/$(basename "${f%.cu}").o"
     done
-    for f in tests/cuda/*/*.cpp; do
+    for f in tests/cuda/main.cpp tests/cuda/*/*.cpp; do
       echo "nvcc ${flags[*]} -c $f -o $objects/$(basename "${f%.cpp}").o"
     done
   } | xargs -P "$jobs" -I{} sh -c '{}' || return 1

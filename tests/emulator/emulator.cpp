@@ -166,10 +166,14 @@ unsigned random_bit(std::uint32_t bits, std::uint64_t random) {
 
 // Takes the next lane off the ready ones; null where none is.
 Lane* take_ready(Block& b, Warp* here) {
-  std::uint32_t warps = 0;
-  for (unsigned w = 0; w < b.warp_count; ++w) { warps |= b.warps[w].ready != 0 ? 1U << w : 0U; }
-  if (warps == 0) { return nullptr; }
   const bool stay = here != nullptr && here->ready != 0;
+  const auto ready_warps = [&] {
+    std::uint32_t warps = 0;
+    for (unsigned w = 0; w < b.warp_count; ++w) { warps |= b.warps[w].ready != 0 ? 1U << w : 0U; }
+    return warps;
+  };
+  std::uint32_t warps = 0;
+  if (!stay && (warps = ready_warps()) == 0) { return nullptr; }
   Warp* warp = here;
   unsigned lane = 0;
   switch (options().schedule) {
@@ -183,7 +187,7 @@ Lane* take_ready(Block& b, Warp* here) {
       break;
     case Schedule::random: {
       const std::uint64_t r = next_random(b);
-      if (!stay || (r & 7U) == 0) { warp = &b.warps[random_bit(warps, r >> 8U)]; }
+      if (!stay || (r & 7U) == 0) { warp = &b.warps[random_bit(ready_warps(), r >> 8U)]; }
       lane = random_bit(warp->ready, r >> 16U);
       break;
     }
@@ -426,9 +430,6 @@ void run_block(Block& b, std::vector<Lane>& lanes, dim3 dim, std::size_t shared_
     l.thread = {i % dim.x, i / dim.x % dim.y, i / (dim.x * dim.y)};
     l.stack = stack_of(i);
     l.stack_bytes = stack_bytes;
-#if defined(KVTRIM_EMULATOR_ASAN)
-    __asan_unpoison_memory_region(l.stack, l.stack_bytes);
-#endif
     prepare_stack(l, begin);
   }
   for (unsigned w = 0; w < b.warp_count; ++w) {
@@ -441,6 +442,11 @@ void run_block(Block& b, std::vector<Lane>& lanes, dim3 dim, std::size_t shared_
   current = &b.host;
   switch_to(*take_ready(b, nullptr));
   current = outside;
+#if defined(KVTRIM_EMULATOR_ASAN)
+  for (unsigned i = 0; b.failed && i < b.threads; ++i) {  // frames that nobody returned from
+    __asan_unpoison_memory_region(lanes[i].stack, lanes[i].stack_bytes);
+  }
+#endif
   for (const SharedArray& a : b.arrays) { device_free(a.memory); }
   b.arrays.clear();
   if (b.dynamic != nullptr) { device_free(b.dynamic); }
@@ -564,17 +570,25 @@ std::uint64_t meet(const Collective& what,
   me.width = width;
   me.site = site;
   std::uint32_t here = bit;
-  for_each_lane(warp.waiting & mask, [&](unsigned i) {
-    const Lane& other = warp.lanes[i];
-    if (together(other, me)) {
-      here |= 1U << i;
-    } else if ((other.mask & bit) != 0) {
-      refuse_call((other.mask != mask ? "lanes of one mask disagree about it; another lane is in "
-                                      : "the warp has diverged: another lane of the mask is in ") +
-                  std::string(other.collective->name) + " at " + text_of(other.site));
-    }
-  });
+  const std::uint32_t others = warp.waiting & mask;
+  if (others != 0 && others == warp.with_last && together(*warp.last, me)) {
+    here |= others;
+  } else {
+    for_each_lane(others, [&](unsigned i) {
+      const Lane& other = warp.lanes[i];
+      if (together(other, me)) {
+        here |= 1U << i;
+      } else if ((other.mask & bit) != 0) {
+        refuse_call((other.mask != mask
+                         ? "lanes of one mask disagree about it; another lane is in "
+                         : "the warp has diverged: another lane of the mask is in ") +
+                    std::string(other.collective->name) + " at " + text_of(other.site));
+      }
+    });
+  }
   warp.waiting |= bit;
+  warp.last = &me;
+  warp.with_last = here;
   if (here != mask) {
     run_another();
     return me.out;

@@ -17,6 +17,8 @@ struct Warp {
   std::uint32_t present = 0;     // lanes of the block's threads
   std::uint32_t ready = 0;       // can run
   std::uint32_t waiting = 0;     // in a collective
+  const Lane* last = nullptr;    // that came to a collective
+  std::uint32_t with_last = 0;   // lanes that it met in the same one, itself included
   std::uint32_t at_barrier = 0;  // in a block barrier
   std::uint32_t exited = 0;
   std::uint32_t epoch = 0;  // memory-ordering collectives of the whole warp so far

@@ -29,6 +29,65 @@ inline constexpr bool by_given_scores =
     !cuda::detail::DevicePolicy<P>::by_position &&
     !std::is_same_v<typename cuda::detail::DevicePolicy<P>::Scores, AccumulateParams>;
 
+/// A policy on both sides, without its type: what compares two caches is compiled once, not for each policy. Scores that are
+/// given are those of the view's `score_sums`.
+class AnyPolicy {
+ public:
+  AnyPolicy() = default;
+  AnyPolicy(const AnyPolicy&) = delete;
+  AnyPolicy& operator=(const AnyPolicy&) = delete;
+  virtual ~AnyPolicy() = default;
+
+  [[nodiscard]] virtual std::size_t bytes(const cuda::PlanBounds& bounds,
+                                          const cuda::DevicePlanOptions& options) const = 0;
+  [[nodiscard]] virtual cudaError_t plan(const CacheView& view,
+                                         const cuda::PlanWorkspace& workspace,
+                                         const cuda::DevicePlanOptions& options) const = 0;
+  [[nodiscard]] virtual Plan on_host(const CacheView& view,
+                                     Removal removal,
+                                     ReservedPages reserved) const = 0;
+};
+
+/// \tparam Base  `AnyPolicy`, or what adds to it
+template <class P, class Base = AnyPolicy>
+class PolicyOf : public Base {
+ public:
+  explicit PolicyOf(const P& policy) : policy_(policy) {}
+
+  [[nodiscard]] std::size_t bytes(const cuda::PlanBounds& bounds,
+                                  const cuda::DevicePlanOptions& options) const override {
+    if constexpr (by_given_scores<P>) {
+      return cuda::plan_workspace_bytes(
+          policy_, bounds, cuda::GivenScores(SequencePlane{}), options);
+    } else {
+      return cuda::plan_workspace_bytes(policy_, bounds, options);
+    }
+  }
+  [[nodiscard]] cudaError_t plan(const CacheView& view,
+                                 const cuda::PlanWorkspace& workspace,
+                                 const cuda::DevicePlanOptions& options) const override {
+    return cuda::plan(policy_, view, source(view), workspace, nullptr, options);
+  }
+  [[nodiscard]] Plan on_host(const CacheView& view,
+                             Removal removal,
+                             ReservedPages reserved) const override {
+    Observation obs;
+    if (by_given_scores<P>) { obs.scores = view.score_sums; }
+    return host_plan(policy_, view, obs, removal, reserved);
+  }
+
+ protected:
+  [[nodiscard]] static auto source(const CacheView& view) {
+    if constexpr (by_given_scores<P>) {
+      return cuda::GivenScores(view.score_sums);
+    } else {
+      static_cast<void>(view);
+      return cuda::DeviceObservation{};
+    }
+  }
+  P policy_;
+};
+
 /// A device plan's memory and its report.
 struct DeviceSide {
   template <class P>
@@ -37,19 +96,9 @@ struct DeviceSide {
   DeviceSide(const P& policy,
              const cuda::PlanBounds& bounds,
              const cuda::DevicePlanOptions& options = {})
-      : memory(bytes(policy, bounds, options), "workspace") {
+      : DeviceSide(PolicyOf<P>(policy).bytes(bounds, options), bounds) {}
+  DeviceSide(std::size_t bytes, const cuda::PlanBounds& bounds) : memory(bytes, "workspace") {
     workspace = {bounds, memory.data(), memory.size()};
-  }
-  template <class P>
-  static std::size_t bytes(const P& policy,
-                           const cuda::PlanBounds& bounds,
-                           const cuda::DevicePlanOptions& options) {
-    if constexpr (by_given_scores<P>) {
-      return cuda::plan_workspace_bytes(
-          policy, bounds, cuda::GivenScores(SequencePlane{}), options);
-    } else {
-      return cuda::plan_workspace_bytes(policy, bounds, options);
-    }
   }
   [[nodiscard]] cuda::DeviceReport report() const {
     std::vector<std::byte> all = memory.download();
@@ -93,16 +142,15 @@ struct HostRun {
 };
 
 /// Plans, applies and commits on the host; `applied` is called before the commit. Numbers are added to those of `run`.
-template <class P, class Applied>
+template <class Applied>
 void host_run(World& world,
-              const P& policy,
+              const AnyPolicy& policy,
               const CacheView& host,
-              const Observation& obs,
               Removal removal,
               ReservedPages reserved,
               HostRun& run,
               Applied&& applied) {
-  Plan wanted = host_plan(policy, host, obs, removal, reserved);
+  Plan wanted = policy.on_host(host, removal, reserved);
   const PlanRef want = wanted.ref();
   run.status = want.status();
   run.evicted += want.evicted_rows();
@@ -172,15 +220,12 @@ inline constexpr std::int32_t as_many_as_go = -1;
 /// Both sides plan, apply and commit; afterwards not a byte may differ.
 ///
 /// \param max_evicted  not 0: bounds that are as tight as can be, with so many rows that go
-template <class P>
-void same(World& world,
-          const P& policy,
-          Removal removal = Removal::automatic,
-          std::int32_t layer_offset = 0,
-          ReservedPages reserved = ReservedPages::follow,
-          std::int32_t max_evicted = 0) {
-  Observation obs;
-  if (by_given_scores<P>) { obs.scores = world.host_view().score_sums; }
+inline void same(World& world,
+                 const AnyPolicy& policy,
+                 Removal removal = Removal::automatic,
+                 std::int32_t layer_offset = 0,
+                 ReservedPages reserved = ReservedPages::follow,
+                 std::int32_t max_evicted = 0) {
   CacheView host = world.host_view();
   CacheView device = world.device_view();
   host.layer_offset = device.layer_offset = layer_offset;
@@ -195,34 +240,25 @@ void same(World& world,
   }
   for (std::int32_t s = 0; max_evicted == as_many_as_go && s < host.sequences; ++s) {
     const CacheView one = one_sequence(host, s);
-    Observation mine;
-    if (by_given_scores<P>) { mine.scores = one.score_sums; }
-    Plan alone = host_plan(policy, one, mine, removal, reserved);
+    Plan alone = policy.on_host(one, removal, reserved);
     const PlanRef plan = alone.ref();
     bounds.max_evicted = std::max(
         bounds.max_evicted, usable(plan.status()) ? most_evicted(plan, one) : bounds.max_rows);
   }
-  DeviceSide side(policy, bounds, options);
-  if constexpr (by_given_scores<P>) {
-    const cuda::GivenScores given(world.device_view().score_sums);
-    ok(cuda::plan(policy, device, given, side.workspace, nullptr, options));
-  } else {
-    ok(cuda::plan(policy, device, {}, side.workspace, nullptr, options));
-  }
+  DeviceSide side(policy.bytes(bounds, options), bounds);
+  ok(policy.plan(device, side.workspace, options));
   ok(finish());
   const cuda::DeviceReport planned = side.report();
   ok(cuda::apply(side.workspace, device, nullptr));
   HostRun want;
-  host_run(world, policy, host, obs, removal, reserved, want, [&] {
+  host_run(world, policy, host, removal, reserved, want, [&] {
     if (usable(want.status)) { CHECK(world.difference() == ""); }
   });
   const bool refused = !usable(want.status);
   const Status status = want.status;
   for (std::int32_t s = 0; refused && s < host.sequences; ++s) {  // each sequence by itself
     const CacheView one = one_sequence(host, s);
-    Observation mine;
-    if (by_given_scores<P>) { mine.scores = one.score_sums; }
-    host_run(world, policy, one, mine, removal, reserved, want, [] {});
+    host_run(world, policy, one, removal, reserved, want, [] {});
   }
   want.status = status;
   CHECK(to_string(planned.status) == to_string(want.status));
@@ -243,6 +279,16 @@ void same(World& world,
   CHECK(world.difference() == "");
   CHECK(side.released(planned.released) == want.freed);
   CHECK(count.download()[0] == static_cast<std::int32_t>(want.freed.size()));
+}
+
+template <Policy P>
+void same(World& world,
+          const P& policy,
+          Removal removal = Removal::automatic,
+          std::int32_t layer_offset = 0,
+          ReservedPages reserved = ReservedPages::follow,
+          std::int32_t max_evicted = 0) {
+  same(world, PolicyOf<P>(policy), removal, layer_offset, reserved, max_evicted);
 }
 
 }  // namespace kvtrim::test

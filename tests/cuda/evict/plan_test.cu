@@ -11,6 +11,7 @@
 
 #include "catch.hpp"
 #include "cuda/evict/both_sides.hpp"
+#include "cuda/evict/rows_case.hpp"
 
 #include <algorithm>
 #include <memory>
@@ -351,19 +352,6 @@ TEST_CASE("cuda::plan: a list of the rows that go is enough for every way of rem
   ok(cuda::apply(side.workspace, view, nullptr));
   CHECK(side.report().evicted == 0);
   CHECK(world.difference() == "");
-}
-
-TEST_CASE("cuda::plan: rows of any size, aligned or not", "[cuda][parity]") {
-  WorldShape shape;
-  const int which = GENERATE(0, 1, 2, 3, 4);
-  const DType types[] = {DType::f32, DType::f16, DType::f8e4m3, DType::f8e5m2, DType::bf16};
-  shape.dtype = types[which];
-  shape.k_dim = which == 2 ? 20 : which == 4 ? 129 : 64;
-  shape.v_dim = which == 3 ? 3 : 32;
-  shape.page_size = which == 1 ? 1 : 5;
-  shape.max_pages = which == 1 ? 40 : 8;
-  World world(shape);
-  same(world, HeavyHitter({.heavy = 8, .recent = 3, .removal = Removal::stable_pack}));
 }
 
 TEST_CASE("cuda::plan: a second apply, a changed table or a commit too early are refused",

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every policy through both sides, by the same scores.
+// Policies that keep pages, and workspaces, through both sides.
 
 #include "catch.hpp"
 #include "cuda/evict/both_sides.hpp"
@@ -10,9 +10,6 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
-#include <string>
-#include <tuple>
-#include <type_traits>
 
 namespace {
 
@@ -20,11 +17,6 @@ using namespace kvtrim;
 using kvtrim::test::same;
 using kvtrim::test::World;
 using kvtrim::test::WorldShape;
-
-template <class F>
-void for_each_policy(F&& f) {
-  std::apply([&](const auto&... policy) { (f(policy), ...); }, kvtrim::test::every_policy());
-}
 
 /// Some scores of every kind that a page's score treats in its own way.
 void plant_hard_scores(World& world) {
@@ -44,36 +36,6 @@ void plant_hard_scores(World& world) {
 }
 
 }  // namespace
-
-TEST_CASE("cuda::plan: every policy keeps, moves and releases what the host does",
-          "[cuda][parity]") {
-  WorldShape shape;
-  shape.scope = GENERATE(TableScope::group, TableScope::layer, TableScope::head);
-  shape.padding = shape.scope != TableScope::layer;
-  shape.layers = 3;
-  for_each_policy([&](const auto& policy) {
-    using P = std::remove_cvref_t<decltype(policy)>;
-    INFO(std::string(P::name) << ", scope " << static_cast<int>(shape.scope));
-    World world(shape);
-    same(world, policy);
-    World tight(shape);
-    same(tight, policy, Removal::automatic, 0, ReservedPages::follow, kvtrim::test::as_many_as_go);
-  });
-}
-
-TEST_CASE("cuda::plan: every policy, out of order, with holes", "[cuda][parity]") {
-  WorldShape shape;
-  shape.scope = TableScope::layer;
-  shape.shuffled = true;
-  shape.holes = GENERATE(false, true);
-  for_each_policy([&](const auto& policy) {
-    INFO(std::string(std::remove_cvref_t<decltype(policy)>::name));
-    World world(shape);
-    same(world, policy);
-    World tight(shape);
-    same(tight, policy, Removal::automatic, 0, ReservedPages::follow, kvtrim::test::as_many_as_go);
-  });
-}
 
 TEST_CASE("cuda::plan: pages by every reduction, norm and unit, bit for bit",
           "[cuda][parity][ties][nan]") {

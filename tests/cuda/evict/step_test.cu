@@ -7,56 +7,29 @@
 
 #include "catch.hpp"
 #include "cuda/evict/both_sides.hpp"
-#include "cuda/evict/every_policy.hpp"
+#include "cuda/evict/one_step.hpp"
 
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <string>
-#include <tuple>
-#include <type_traits>
 #include <vector>
 
 namespace {
 
 using namespace kvtrim;
-using kvtrim::test::by_given_scores;
 using kvtrim::test::DeviceBuffer;
 using kvtrim::test::DeviceSide;
+using kvtrim::test::EngineLists;
 using kvtrim::test::ok;
-using kvtrim::test::same;
+using kvtrim::test::one_step;
+using kvtrim::test::same_report;
+using kvtrim::test::same_step;
+using kvtrim::test::three_calls;
 using kvtrim::test::World;
 using kvtrim::test::WorldLayout;
 using kvtrim::test::WorldShape;
-
-/// An engine's lists beside a world's own arrays.
-struct EngineLists {
-  explicit EngineLists(World& world, std::vector<std::int32_t> counts = {})
-      : freed(static_cast<std::size_t>(world.pages()), "freed pages"),
-        freed_count(std::vector<std::int32_t>{-1}, "freed count"),
-        stack(static_cast<std::size_t>(world.pages()), "free pages"),
-        stack_count(std::vector<std::int32_t>{0, 0}, "free count"),
-        ref_counts(counts, "ref counts") {
-    tables.ids = world.device().ids.data();
-    tables.freed = freed.data();
-    tables.freed_count = freed_count.data();
-    tables.free = {stack.data(), stack_count.data(), world.pages()};
-    if (!counts.empty()) { tables.ref_counts = ref_counts.data(); }
-  }
-  [[nodiscard]] std::vector<std::int32_t> free_pages() const {
-    auto list = stack.download();
-    list.resize(static_cast<std::size_t>(stack_count.download()[0]));
-    return list;
-  }
-  [[nodiscard]] std::vector<std::int32_t> freed_pages() const {
-    auto list = freed.download();
-    list.resize(static_cast<std::size_t>(freed_count.download()[0]));
-    return list;
-  }
-  DeviceBuffer<std::int32_t> freed, freed_count, stack, stack_count, ref_counts;
-  cuda::DeviceTables tables;
-};
 
 template <class T>
 std::vector<T> read(const DeviceSide& side, const T* from, std::size_t count) {
@@ -72,117 +45,7 @@ std::vector<cuda::DeviceRefusal> refusals(const DeviceSide& side) {
   return read(side, plan.refusals, static_cast<std::size_t>(plan.sequences));
 }
 
-template <class P, class F>
-cudaError_t with_source(const P&, const CacheView& view, F&& f) {
-  if constexpr (by_given_scores<P>) {
-    return f(cuda::GivenScores(view.score_sums));
-  } else {
-    return f(cuda::DeviceObservation{});
-  }
-}
-template <class P>
-cudaError_t three_calls(const P& policy,
-                        const CacheView& view,
-                        const DeviceSide& side,
-                        const cuda::DeviceTables& tables,
-                        const cuda::DevicePlanOptions& options = {}) {
-  cudaError_t e = with_source(policy, view, [&](const auto& source) {
-    return cuda::plan(policy, view, source, side.workspace, nullptr, options);
-  });
-  if (e == cudaSuccess) { e = cuda::apply(side.workspace, view, nullptr); }
-  if (e == cudaSuccess) { e = cuda::commit(side.workspace, view, tables, nullptr); }
-  return e;
-}
-template <class P>
-cudaError_t one_step(const P& policy,
-                     const CacheView& view,
-                     const DeviceSide& side,
-                     const cuda::DeviceTables& tables,
-                     const cuda::DeviceStepOptions& options = {},
-                     cudaStream_t stream = nullptr) {
-  return with_source(policy, view, [&](const auto& source) {
-    return cuda::step(policy, view, source, side.workspace, tables, stream, options);
-  });
-}
-
-void same_report(const cuda::DeviceReport& a, const cuda::DeviceReport& b) {
-  CHECK(to_string(a.status) == to_string(b.status));
-  CHECK(a.released == b.released);
-  CHECK(a.spares_needed == b.spares_needed);
-  CHECK(a.refused == b.refused);
-  CHECK(a.first_refused == b.first_refused);
-  CHECK(a.first_table == b.first_table);
-  CHECK(a.nan_count == b.nan_count);
-  CHECK(a.kept == b.kept);
-  CHECK(a.evicted == b.evicted);
-  CHECK(a.bytes_moved == b.bytes_moved);
-}
-
-/// A step leaves what the three calls leave, which is what the host leaves.
-template <class P>
-void same_step(const WorldShape& shape,
-               const P& policy,
-               Removal removal = Removal::automatic,
-               ReservedPages reserved = ReservedPages::follow) {
-  World by_host(shape);
-  same(by_host, policy, removal, 0, reserved);
-  World by_calls(shape);
-  World by_step(shape);
-  std::vector<std::int32_t> counts(static_cast<std::size_t>(by_calls.pages()), 1);
-  EngineLists of_calls(by_calls, counts);
-  EngineLists of_step(by_step, counts);
-  DeviceSide calls(by_calls, policy);
-  DeviceSide step(by_step, policy);
-  cuda::DeviceStepOptions options;
-  options.removal = removal;
-  options.reserved = reserved;
-  CacheView view = by_calls.device_view();
-  ok(three_calls(policy, view, calls, of_calls.tables, options));
-  view = by_step.device_view();
-  ok(one_step(policy, view, step, of_step.tables, options));
-  ok(kvtrim::test::finish());
-  same_report(step.report(), calls.report());
-  CHECK(step.released(step.report().released) == calls.released(calls.report().released));
-  CHECK(of_step.freed_pages() == of_calls.freed_pages());
-  CHECK(of_step.free_pages() == of_step.freed_pages());
-  CHECK(of_calls.free_pages() == of_calls.freed_pages());
-  CHECK(of_step.ref_counts.download() == of_calls.ref_counts.download());
-  for (World* const world : {&by_calls, &by_step}) {
-    auto& mine = world->host();
-    auto& theirs = by_host.host();
-    mine.pool = theirs.pool;
-    mine.scales = theirs.scales;
-    mine.unrotated = theirs.unrotated;
-    mine.ids = theirs.ids;
-    mine.positions = theirs.positions;
-    mine.sums = theirs.sums;
-    mine.compensations = theirs.compensations;
-    mine.states = theirs.states;
-    mine.counters = theirs.counters;
-    CHECK(world->difference() == "");
-  }
-}
-
 }  // namespace
-
-TEST_CASE("cuda::step: every policy leaves what the three calls and the host leave",
-          "[cuda][parity]") {
-  WorldShape shape;
-  shape.scope = GENERATE(TableScope::group, TableScope::layer, TableScope::head);
-  shape.padding = shape.scope != TableScope::layer;
-  shape.shuffled = shape.scope == TableScope::layer;
-  shape.holes = shape.shuffled;
-  shape.counters = true;
-  std::apply(
-      [&](const auto&... policy) {
-        const auto each = [&](const auto& p) {
-          INFO(std::string(std::remove_cvref_t<decltype(p)>::name));
-          same_step(shape, p);
-        };
-        (each(policy), ...);
-      },
-      kvtrim::test::every_policy());
-}
 
 TEST_CASE("cuda::step: every way of removal, layout and reserved page, as the three calls",
           "[cuda][parity]") {
