@@ -845,8 +845,9 @@ TEST_CASE("cuda::plan: what the host can see is refused before any launch", "[cu
   CHECK(cuda::plan(policy, view, {}, side.workspace, nullptr) == cudaErrorInvalidValue);
 }
 
-TEST_CASE("cuda::plan: a shared page that would be written is refused, one that goes is not",
-          "[cuda][fault]") {
+TEST_CASE(
+    "cuda::plan: a shared page behind a table's own is refused if it must stay, else it leaves",
+    "[cuda][fault]") {
   WorldShape shape;
   shape.spare_pages = 40;
   World world(shape);
@@ -861,16 +862,21 @@ TEST_CASE("cuda::plan: a shared page that would be written is refused, one that 
   const HeavyHitter policy({.heavy = 6, .recent = 3, .removal = Removal::stable_pack});
   DeviceSide side(world, policy);
   const bool out_of_place = GENERATE(false, true);
+  const SharedPages shared = GENERATE(SharedPages::leave, SharedPages::copy);
   const DeviceBuffer<std::int32_t> spares(world.spares(), "spare pages");
   const DeviceBuffer<std::int32_t> there(std::vector<std::int32_t>{40}, "spare count");
   cuda::DevicePlanOptions options;
   options.out_of_place = out_of_place;
   options.spare_pages = spares.data();
   options.spare_count = there.data();
+  options.shared = shared;
   ok(cuda::plan(policy, device, {}, side.workspace, nullptr, options));
   ok(cuda::apply(side.workspace, device, nullptr));
   const cuda::DeviceReport report = side.report();
-  if (written && !out_of_place) {
+  if (shared == SharedPages::copy && !out_of_place) {
+    CHECK(report.spares_needed == (written ? 1 : 0));
+  }
+  if (shared == SharedPages::leave && !out_of_place) {
     CHECK(report.status == Status::shared_page);
     CHECK(report.refused == 1);
     CHECK(report.first_refused == 0);

@@ -270,8 +270,11 @@ void refuses_alone(Wrong wrong, bool by_step, Removal removal) {
       break;
     }
     case Wrong::shared_page:
+      // The last page, which holds the most recent row: it would have to stay behind pages that close up.
       want = Status::shared_page;
-      counts[static_cast<std::size_t>(ids[at])] = 2;
+      REQUIRE(states[1].live_rows > shape.page_size);
+      counts[static_cast<std::size_t>(
+          ids[at + static_cast<std::size_t>((states[1].live_rows - 1) / shape.page_size)])] = 2;
       break;
   }
   world.device().ids.upload(device_ids);

@@ -71,7 +71,7 @@ KVTRIM_DEVICE std::byte* row_in(const RowPlane& p, LayerId l, HeadId h, const De
   return p.row(l, p.of_values ? at.v_page : at.k_page, h, at.slot);
 }
 
-/// Move `k` of a KV head that moves through a list.
+/// Move `k` of a KV head that moves through a list; with `every_row`, of row `k`: from -1, it stays where it is.
 struct Move {
   std::int32_t from;
   std::int32_t to;
@@ -79,12 +79,21 @@ struct Move {
 KVTRIM_DEVICE Move move_of(const DevicePlan& plan,
                            const TablePlan& table,
                            const HeadPlan& head,
+                           std::int64_t table_index,
                            std::int64_t index,
-                           std::int32_t k) {
+                           std::int32_t k,
+                           bool every_row) {
   if (table.removal == Removal::overwrite_slot) {
     return {table.append_row >= 0 ? table.append_row : table.extent_before - 1, head.victim};
   }
   const RowLists rows = plan.lists_of(index);
+  if (every_row) {  // holes are filled, and some pages replaced
+    const std::int32_t holes = rows.gone_below(k);
+    if (holes < rows.gone_count && rows.gone[holes] == k) {
+      return {rows.kept_row(head.kept - rows.gone_below(head.kept) + holes), k};
+    }
+    return {plan.sources_of(table_index)[(k + table.first_row) / plan.page_size] < 0 ? k : -1, k};
+  }
   if (table.spare_pages > 0) { return {rows.kept_row(k), k}; }
   return {rows.kept_row(head.kept - static_cast<std::int32_t>(head.moved) + k), rows.gone[k]};
 }
@@ -94,6 +103,7 @@ struct MoveShared {
   DevicePlace from[move_tile];
   DevicePlace to[move_tile];
   Move rows[move_tile];
+  std::int32_t count;  // of the rows of a tile, those that move
 };
 
 /// Copies the rows of the tile in units of `T`, with four of them in flight in each thread.
@@ -161,18 +171,27 @@ KVTRIM_DEVICE void move_tiles(const CacheView& view,
     const TablePlan table = plan.table_plans[table_index];
     const HeadPlan head = plan.head_plans[index];
     const std::int32_t first = (of_table - plan.tile_starts[index]) * move_tile;
-    const auto rest = static_cast<std::int32_t>(head.moved) - first;
-    const int count = rest < move_tile ? rest : move_tile;
+    const bool every_row = table.removal == Removal::fill_holes && table.spare_pages > 0;
+    const auto rest = (every_row ? head.kept : static_cast<std::int32_t>(head.moved)) - first;
+    int count = rest < move_tile ? rest : move_tile;
+    if (every_row) {
+      if (thread == 0) { shared.count = 0; }
+      __syncthreads();
+    }
     if (thread < count) {
-      const Move move = move_of(plan, table, head, index, first + thread);
-      shared.rows[thread] = move;
-      shared.from[thread] = old_place(view, s, l, h, move.from);
-      // An overwritten slot may lie in a page that leaves the table along with this plan's last row.
-      shared.to[thread] = table.spare_pages > 0
+      const Move move = move_of(plan, table, head, table_index, index, first + thread, every_row);
+      const int slot = !every_row ? thread : move.from >= 0 ? atomicAdd(&shared.count, 1) : -1;
+      if (slot >= 0) {
+        shared.rows[slot] = move;
+        shared.from[slot] = old_place(view, s, l, h, move.from);
+        // An overwritten slot may lie in a page that leaves the table along with this plan's last row.
+        shared.to[slot] = table.spare_pages > 0
                               ? new_place(plan, table_index, table.first_row, move.to)
                               : old_place(view, s, l, h, move.to);
+      }
     }
     __syncthreads();
+    if (every_row) { count = shared.count; }
     for (int i = 0; i < planes.count; ++i) {
       if constexpr (Fast) {
         move_units<uint4>(planes.at[i], l, h, count, shared);
@@ -187,7 +206,8 @@ KVTRIM_DEVICE void move_tiles(const CacheView& view,
       const RowPlane p = row_plane(view.page_planes[i]);
       with_unit(p.unit, [&](auto unit) { move_units<decltype(unit)>(p, l, h, count, shared); });
     }
-    for (int i = 0; table.spare_pages == 0 && i < sequence_plane_count(view); ++i) {
+    const bool closes_up = table.spare_pages > 0 && !every_row;
+    for (int i = 0; !closes_up && i < sequence_plane_count(view); ++i) {
       const SequencePlane p = sequence_plane(view, i);
       if (!kvtrim::detail::moves_with(p, l, h)) { continue; }
       const std::int32_t unit_bytes = unit_of(p);
@@ -228,12 +248,10 @@ KVTRIM_DEVICE std::int32_t source_of(const DevicePlan& plan, const Chain& chain,
 
 /// Walks a chain in units of `T` through registers: all reads of a tile, a barrier, its writes.
 ///
-/// \param address  `std::byte*(std::int32_t row, std::int32_t unit)`
-template <class T, class Address>
-KVTRIM_DEVICE void pack_units(const DevicePlan& plan,
-                              const Chain& chain,
-                              int units,
-                              Address address) {
+/// \param from, to_address  `std::byte*(std::int32_t row, std::int32_t unit)`: where a row was, and where it goes
+template <class T, class From, class To>
+KVTRIM_DEVICE void pack_units(
+    const DevicePlan& plan, const Chain& chain, int units, From from, To to_address) {
   std::int32_t row = chain.begin;
   int skip = 0;  // units of `row` already done
   while (row < chain.end) {
@@ -241,9 +259,9 @@ KVTRIM_DEVICE void pack_units(const DevicePlan& plan,
     const std::int32_t to = row + u / units;
     T value{};
     const bool in = to < chain.end;
-    if (in) { value = load_once<T>(address(source_of(plan, chain, to), u % units)); }
+    if (in) { value = load_once<T>(from(source_of(plan, chain, to), u % units)); }
     __syncthreads();
-    if (in) { store_once(address(to, u % units), value); }
+    if (in) { store_once(to_address(to, u % units), value); }
     __syncthreads();
     row += (skip + move_threads) / units;
     skip = (skip + move_threads) % units;
@@ -252,7 +270,10 @@ KVTRIM_DEVICE void pack_units(const DevicePlan& plan,
 
 /// The same in units of 16 bytes through a ring in shared memory, filled by asynchronous copies. A thread stores what it
 /// fetched itself; the barrier is for the rows, not for the ring.
-KVTRIM_DEVICE void pack_vectors(const CacheView& view, const Chain& chain, const RowPlane& p) {
+KVTRIM_DEVICE void pack_vectors(const CacheView& view,
+                                const DevicePlan& plan,
+                                const Chain& chain,
+                                const RowPlane& p) {
   KVTRIM_DYNAMIC_SHARED(uint4, ring);
   constexpr int tile = pack_batch * move_threads;
   const int units = p.units;
@@ -284,7 +305,7 @@ KVTRIM_DEVICE void pack_vectors(const CacheView& view, const Chain& chain, const
       const int u = skip + j * move_threads + static_cast<int>(threadIdx.x);
       const std::int32_t to = row + u / units;
       if (to < chain.end) {
-        const DevicePlace place = old_place(view, chain.s, chain.l, chain.h, to);
+        const DevicePlace place = new_place(plan, chain.table_index, chain.table.first_row, to);
         store_once(row_in(p, chain.l, chain.h, place) + (u % units) * std::int64_t{16},
                    ring[stage * tile + j * move_threads + static_cast<int>(threadIdx.x)]);
       }
@@ -319,13 +340,22 @@ KVTRIM_DEVICE void pack_chains(const CacheView& view,
         removal == Removal::overwrite_slot) {
       continue;
     }
-    const bool moves_pages = removal == Removal::stable_pack && chain.table.spare_pages == 0;
+    const bool moves_pages =
+        removal == Removal::stable_pack && !all_pages_replaced(chain.table, view.page_size);
     if (which < in_pages && !moves_pages) { continue; }
     chain.rows = plan.lists_of(index);
     chain.sources = plan.sources_of(chain.table_index);
     chain.end = chain.table.live_after;
-    chain.begin =
-        moves_pages ? chain.end - static_cast<std::int32_t>(plan.head_plans[index].moved) : 0;
+    // Rows that keep their place are numbered anew behind a page that leaves.
+    const std::int32_t gap = removal == Removal::stable_pack ? chain.rows.gone[0] : 0;
+    chain.begin = which < in_pages && chain.table.spare_pages == 0
+                      ? chain.end - static_cast<std::int32_t>(plan.head_plans[index].moved)
+                  : gap < chain.end ? gap
+                                    : chain.end;
+    if (which < in_pages && chain.table.spare_pages > 0) {
+      const std::int32_t replaced = plan.totals[chain.table_index].first_replaced;
+      chain.begin = replaced < chain.begin ? replaced : chain.begin;
+    }
     if (which < in_pages) {
       const bool side = which >= planes.count;
       if (side && !kvtrim::detail::moves_with(
@@ -334,17 +364,26 @@ KVTRIM_DEVICE void pack_chains(const CacheView& view,
       }
       if constexpr (Fast) {
         if (!side) {
-          pack_vectors(view, chain, planes.at[which]);
+          pack_vectors(view, plan, chain, planes.at[which]);
           continue;
         }
       }
       const RowPlane p =
           side ? row_plane(view.page_planes[which - planes.count]) : planes.at[which];
       with_unit(p.unit, [&](auto unit) {
-        pack_units<decltype(unit)>(plan, chain, p.units, [&](std::int32_t row, std::int32_t u) {
-          return row_in(p, chain.l, chain.h, old_place(view, chain.s, chain.l, chain.h, row)) +
-                 p.offset(u);
-        });
+        const auto address = [&](const DevicePlace& place, std::int32_t u) {
+          return row_in(p, chain.l, chain.h, place) + p.offset(u);
+        };
+        pack_units<decltype(unit)>(
+            plan,
+            chain,
+            p.units,
+            [&](std::int32_t row, std::int32_t u) {
+              return address(old_place(view, chain.s, chain.l, chain.h, row), u);
+            },
+            [&](std::int32_t row, std::int32_t u) {
+              return address(new_place(plan, chain.table_index, chain.table.first_row, row), u);
+            });
       });
       continue;
     }
@@ -352,10 +391,10 @@ KVTRIM_DEVICE void pack_chains(const CacheView& view,
     if (!kvtrim::detail::moves_with(p, chain.l, chain.h)) { continue; }
     const std::int32_t unit_bytes = unit_of(p);
     with_unit(unit_bytes, [&](auto unit) {
-      pack_units<decltype(unit)>(
-          plan, chain, p.element_bytes / unit_bytes, [&](std::int32_t row, std::int32_t u) {
-            return p.row(chain.s, chain.l, chain.h, row) + u * unit_bytes;
-          });
+      const auto address = [&](std::int32_t row, std::int32_t u) {
+        return p.row(chain.s, chain.l, chain.h, row) + u * unit_bytes;
+      };
+      pack_units<decltype(unit)>(plan, chain, p.element_bytes / unit_bytes, address, address);
     });
   }
 }

@@ -23,7 +23,7 @@ struct DeviceReport {
   Status status = Status::ok;
   std::int32_t released = 0;  ///< ids in `DevicePlan::released`
   std::int32_t spares_needed =
-      0;  ///< spare pages that an out-of-place plan takes; with `out_of_pages`, the number it would take
+      0;  ///< spare pages that the plan takes; with `out_of_pages`, the number it would take
   std::int32_t refused = 0;         ///< sequences that are refused: they stay as they are
   std::int32_t first_refused = -1;  ///< the one whose status is the report's; -1: none, or all
   std::int32_t first_table = -1;    ///< its table
@@ -90,8 +90,15 @@ inline constexpr int most_check_blocks = 1024;
 struct TableTotals {
   std::int64_t bytes_moved = 0;
   std::int64_t nan_count = 0;
-  std::int32_t tiles = 0;  ///< of rows that move through lists
+  std::int32_t tiles = 0;           ///< of rows that move through lists
+  std::int32_t first_replaced = 0;  ///< first row on a spare page, where some pages are replaced
 };
+
+/// Whether all rows go into spare pages: what is written is not what is read. Otherwise some pages are replaced, or none.
+KVTRIM_DEVICE bool all_pages_replaced(const TablePlan& table, std::int32_t page_size) {
+  return table.spare_pages > 0 &&
+         table.spare_pages == table.pages_after - table.first_row / page_size;
+}
 
 }  // namespace detail
 
@@ -177,8 +184,9 @@ struct DevicePlan {
   std::int32_t* entry_starts = nullptr;  ///< [sequences, tables] + 1: where a table's entries begin
   std::int32_t* released =
       nullptr;  ///< [report->released]: ids that leave a table, tail first per table
-  SelectTask* tasks = nullptr;            ///< internal
-  std::int32_t* active = nullptr;         ///< internal: [sequences, tables]: rows compete by score
+  SelectTask* tasks = nullptr;  ///< internal
+  /// internal: [sequences, tables]: rows compete by score; then, where pages are shared, rows are chosen again
+  std::int32_t* active = nullptr;
   DeviceRefusal* refusals = nullptr;      ///< [sequences]: which are refused, and why
   std::int32_t* nan_counts = nullptr;     ///< internal: [sequences, layers, kv_heads]
   std::int32_t* released_rows = nullptr;  ///< internal: [2 * entries]

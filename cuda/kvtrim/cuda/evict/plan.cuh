@@ -5,12 +5,13 @@
 //
 // Stages, in order, each a header of detail/: check (what the tables and the planes say is never trusted), open (the policy's
 // demand), the scorer's, select (rows, or pages), close (pages, moves and costs of a table) with finish (totals) in its last
-// block, lists. Where pages leave by position, open and close are one launch. Paths depend on bounds alone, so all of it can be
+// block, lists. Between select and close, where pages are shared: shared (what stays because it must not be written, and a second
+// choice). Where pages leave by position, open and close are one launch. Paths depend on bounds alone, so all of it can be
 // captured into a graph.
 //
 // Differs from the host: a fault of a sequence refuses that sequence alone, the others are planned; rows that are not in order
-// are renumbered only where they were before (`rows_unordered`); a shared page that would be written is refused (`shared_page`) where the host keeps or copies it (an
-// out-of-place plan writes none); a page that must not be written and occurs twice in one table is not noticed.
+// are renumbered only where they were before (`rows_unordered`), and a key that would turn in a shared page is refused where the
+// host copies or leaves the page; a page that must not be written and occurs twice in one table is not noticed.
 
 #include <kvtrim/cache/cache_view.hpp>
 #include <kvtrim/core/removal.hpp>
@@ -23,6 +24,7 @@
 #include <kvtrim/cuda/evict/detail/open.cuh>
 #include <kvtrim/cuda/evict/detail/pages.cuh>
 #include <kvtrim/cuda/evict/detail/renumber.cuh>
+#include <kvtrim/cuda/evict/detail/shared.cuh>
 #include <kvtrim/cuda/evict/device_plan.cuh>
 #include <kvtrim/cuda/evict/device_scorer.cuh>
 #include <kvtrim/cuda/select/top_k.cuh>
@@ -193,12 +195,10 @@ template <Policy P, class Ranking>
   if (e != cudaSuccess || view.sequences == 0) { return e; }
 
   FinishInput finishing;
-  finishing.close = {Kind::by_position,
-                     options.out_of_place,
-                     nullptr,
-                     options.reserved,
-                     options.rotation.mode,
-                     options.rotation.pristine.sinks};
+  finishing.close = {Kind::by_position, options.out_of_place, nullptr, options.reserved};
+  finishing.close.copies_shared = options.copies(view);
+  finishing.close.positions = options.rotation.mode;
+  finishing.close.sinks = options.rotation.pristine.sinks;
   finishing.options = options;
   finishing.goes_on = pass.goes_on;
   const dim3 tables(bounded_grid(made.all_tables()));
@@ -259,13 +259,22 @@ template <Policy P, class Ranking>
                 rest,
                 select_bytes,
                 stream);
+      // Copied, the first choice stands: a slot in a shared page alone is not overwritten.
+      const bool leaves = options.shared == SharedPages::leave;
+      const bool fixes = leaves || input.removal == Removal::overwrite_slot;
+      if (e == cudaSuccess && fixes && input.removal != Removal::drop_pages &&
+          !options.out_of_place && !view.writable.all()) {
+        finishing.close.leaves_shared = leaves;
+        e = choose_again(view, rows, made, shape, leaves, stream);
+      }
     }
     if (e == cudaSuccess) {
       e = launch(close_kernel<>, tables, threads, 0, stream, view, made, finishing);
     }
   }
   // A step lists what leaves along with the moves; spare pages must be known before.
-  if (e != cudaSuccess || (pass.goes_on && !options.out_of_place)) { return e; }
+  const bool takes_spares = options.out_of_place || options.copies(view);
+  if (e != cudaSuccess || (pass.goes_on && !takes_spares)) { return e; }
   return launch(lists_kernel<>, tables, threads, 0, stream, view, made, options.spare_pages);
 }
 
@@ -323,7 +332,7 @@ template <Policy P>
 /// \param view       every pointer in it is a device pointer; its extents are those of the workspace's shape
 /// \param obs        what the policy's scorer needs, and budgets; on the device
 /// \param workspace  where the plan will lie: `device_plan(workspace)`
-/// \param options    way of removal; spare pages of an out-of-place plan
+/// \param options    way of removal; shared pages; spare pages
 /// \returns `cudaErrorInvalidValue` before any launch for a misaligned plane, planes that overlap or lack a stride, a view
 ///   without keys or one that does not fit the shape, a missing input or a workspace that is too small; otherwise the
 ///   launches' status. What lies on the device (ids, lengths, budgets, layer bases, arrays of planes) is checked there. A

@@ -7,7 +7,7 @@
 //
 //   check                     lengths, ids, planes; closes the open step, if told so
 //   open      open and close  the policy's demand; totals in the last block
-//   select    |               rows that stay
+//   select    |               rows that stay; two launches more where pages are shared and stay
 //   close     |               pages, moves, costs; totals in the last block
 //   move                      rows; pages that leave lose a reference; how many are free in the last block
 //   renumber                  only with a position mode: rope positions and keys of the rows that stay
@@ -72,8 +72,8 @@ template <Policy P, class Source>
 /// \param obs        as for `plan`
 /// \param workspace  as for `plan`, of as many bytes
 /// \param out        the engine's arrays, as for `commit`
-/// \param options    way of removal, spare pages; whether the open step is written. Spare pages cost one launch more, and so does a
-///   position mode
+/// \param options    way of removal, spare pages; whether the open step is written. Spare pages and a position mode cost one launch
+///   more, shared pages that stay two
 /// \returns `cudaErrorInvalidValue` before any launch for what `plan` or `commit` refuse so; otherwise the launches' status.
 ///   Statuses are those of `plan`: a sequence that is refused stays as it is, the others are evicted from
 /// \par Ties

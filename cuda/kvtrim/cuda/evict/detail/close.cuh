@@ -13,6 +13,7 @@
 #include <kvtrim/cuda/evict/detail/renumber.cuh>
 #include <kvtrim/cuda/evict/detail/row_plane.cuh>
 #include <kvtrim/cuda/evict/device_plan.cuh>
+#include <kvtrim/select/choose_rows.hpp>
 #include <kvtrim/select/pages.hpp>
 
 #include <climits>
@@ -26,6 +27,8 @@ struct CloseInput {
   bool out_of_place = false;            // rows go into spare pages
   const std::uint8_t* stays = nullptr;  // by entry: pages were chosen; 1: it stays
   ReservedPages reserved = ReservedPages::follow;
+  bool leaves_shared = false;  // what `fix_pages_kernel` says of shared pages holds
+  bool copies_shared = false;  // shared pages that would be written are replaced by spare pages
   PositionMode positions = PositionMode::keep;
   std::int32_t sinks = 0;  // that follow the window
 };
@@ -35,6 +38,7 @@ struct CloseShared {
   BlockScan<table_threads, std::int32_t> ranks;
   BlockScan<table_threads, unsigned long long> sums;
   std::int32_t slot;
+  std::int32_t first_replaced;
 };
 
 /// The table that a closing block works on.
@@ -108,6 +112,30 @@ KVTRIM_DEVICE bool leaves_entry(const CacheView& view,
   return leaves;
 }
 
+/// Entries of `sources` that are not 0 stay and move up; the others, `going` of them, are released, tail first. Leaves in
+/// `sources` what each entry was.
+KVTRIM_DEVICE void close_up(const ClosingTable& at, TablePlan& table, std::int32_t going) {
+  std::int32_t* const flags = at.plan.sources_of(at.index);
+  const std::int32_t reserved_going =
+      at.input.reserved == ReservedPages::follow ? 0 : table.reserved_before;
+  std::int32_t taken = 0;
+  for (std::int32_t base = 0; base < table.pages_before; base += table_threads) {
+    const std::int32_t e = base + static_cast<std::int32_t>(threadIdx.x);
+    const bool in = e < table.pages_before;
+    const bool stays = in && flags[e] != 0;
+    std::int32_t here = 0;
+    const std::int32_t to = taken + block_rank(stays, at.shared.ranks, here);
+    if (stays) {
+      at.take(to, e);  // `to` is not above `e`, and this tile's flags have been read
+    } else if (in) {
+      at.release(e, reserved_going + going - 1 - (e - to));
+    }
+    taken += here;
+  }
+  table.pages_after = taken;
+  table.released = (going + at.settle_reserved(table)) * at.ids();
+}
+
 /// Closes the table up to whole pages.
 KVTRIM_DEVICE Status close_drop(const ClosingTable& at, TablePlan& table, const SelectTask& task) {
   const std::int32_t thread = static_cast<std::int32_t>(threadIdx.x);
@@ -137,38 +165,17 @@ KVTRIM_DEVICE Status close_drop(const ClosingTable& at, TablePlan& table, const 
   }
   // Two walks: how many go (the released ones are listed tail first), then the lists.
   std::int32_t staying = 0;
+  std::int32_t rows = 0;
   for (std::int32_t base = 0; base < table.pages_before; base += table_threads) {
     const std::int32_t e = base + thread;
     const bool stays = e < table.pages_before && flags[e] != 0;
     staying += __syncthreads_count(stays);
-  }
-  const std::int32_t going = table.pages_before - staying;
-  const std::int32_t reserved_going =
-      at.input.reserved == ReservedPages::follow ? 0 : table.reserved_before;
-  std::int32_t* const k_pages = at.plan.pages_of(at.index);
-  std::int32_t* const v_pages = k_pages + at.plan.entries;
-  std::int32_t taken = 0;
-  std::int32_t rows = 0;
-  for (std::int32_t base = 0; base < table.pages_before; base += table_threads) {
-    const std::int32_t e = base + thread;
-    const bool in = e < table.pages_before;
-    const bool stays = in && flags[e] != 0;
-    std::int32_t here = 0;
-    const std::int32_t to = taken + block_rank(stays, at.shared.ranks, here);
-    if (stays) {
-      k_pages[to] = raw(view.k_page(at.s, at.l0, at.h0, e));
-      v_pages[to] = raw(view.v_page(at.s, at.l0, at.h0, e));
-      flags[to] = e;  // `to` is not above `e`, and this tile's flags have been read
-      rows += span.end(e) - span.begin(e);
-    } else if (in) {
-      at.release(e, reserved_going + going - 1 - (e - to));
-    }
-    taken += here;
+    rows += stays ? span.end(e) - span.begin(e) : 0;
   }
   rows = block_sum(rows, at.shared.ranks);
-  table.pages_after = staying;
+  close_up(at, table, table.pages_before - staying);
   table.live_after = rows;
-  table.released = (going + at.settle_reserved(table)) * at.ids();
+  table.shared_kept = 0;
   if (rows == table.live_before) {
     table.evicts = false;
     table.released = 0;
@@ -210,16 +217,11 @@ KVTRIM_DEVICE Status close_overwrite(const ClosingTable& at,
   const std::int32_t window = table.shared_kept;
   table.shared_kept = 0;
   const std::int32_t first_victim = at.plan.lists_of(at.head_index(0)).gone[0];
-  bool differs = false;
-  bool shared_victim = false;
+  bool differs = false;  // a victim in a shared page is none: `fix_pages_kernel`
   for (std::int32_t i = thread; i < at.heads; i += table_threads) {
-    const std::int32_t victim = at.plan.lists_of(at.head_index(i)).gone[0];
-    differs = differs || victim != first_victim;
-    shared_victim =
-        shared_victim || at.entry_is_shared(table, (victim + table.first_row) / view.page_size);
+    differs = differs || at.plan.lists_of(at.head_index(i)).gone[0] != first_victim;
   }
   differs = __syncthreads_or(differs) != 0;
-  if (__syncthreads_or(shared_victim) != 0) { return Status::shared_page; }
   // The row that just left the window, if it can be found: this keeps the window's slots a ring.
   std::int32_t slot = first_victim;
   if (differs) {
@@ -285,12 +287,122 @@ KVTRIM_DEVICE bool same_pages(const ClosingTable& at, const TablePlan& table, st
   return __syncthreads_or(differs) == 0;
 }
 
+/// Kept rows [`count`, `kept`) of a KV head move, and no others, where a table's rows are packed in order and those of `kinds` that
+/// are dropped are passed over. Returns `count`.
+KVTRIM_DEVICE std::int32_t rows_before_gap(const RowLists& rows,
+                                           const std::int32_t* kinds,
+                                           const PageSpan& span,
+                                           std::int32_t kept) {
+  for (std::int32_t k = 0; k < rows.gone_count;) {
+    const std::int32_t e = (rows.gone[k] + span.first_row) / span.page_size;
+    if (kinds == nullptr || static_cast<RowKind>(kinds[e]) != RowKind::dropped) {
+      const std::int32_t count = rows.gone[k] - k;
+      return count < kept ? count : kept;
+    }
+    k = rows.gone_below(span.end(e));
+  }
+  return kept;
+}
+
+/// Turns the kinds of a table's entries in `sources` into what stays: the locked pages, which must come first and be full, then as
+/// many of the free ones as the rows need. False where they do not.
+KVTRIM_DEVICE bool choose_entries(const ClosingTable& at, TablePlan& table, std::int32_t padding) {
+  std::int32_t* const kinds = at.plan.sources_of(at.index);
+  const std::int32_t size = at.view.page_size;
+  const auto kind_of = [&](std::int32_t e) { return static_cast<RowKind>(kinds[e]); };
+  const std::int32_t last = table.pages_before - 1;
+  const bool partial = last >= padding && kind_of(last) == RowKind::locked &&
+                       (last + 1) * size - table.first_row > table.extent_before;
+  bool bad = false;
+  std::int32_t locked = 0;
+  std::int32_t free = 0;
+  for (std::int32_t base = padding; base < table.pages_before; base += table_threads) {
+    const std::int32_t e = base + static_cast<std::int32_t>(threadIdx.x);
+    const bool in = e < table.pages_before;
+    std::int32_t here = 0;
+    const std::int32_t before =
+        free + block_rank(in && kind_of(e) == RowKind::free, at.shared.ranks, here);
+    free += here;
+    const bool stays = in && kind_of(e) == RowKind::locked;
+    bad = bad || (stays && before > 0);
+    locked += __syncthreads_count(stays);
+  }
+  table.shared_kept = locked;
+  const std::int32_t rest = table.pages_after - padding - locked;
+  bad = bad || rest < 0 || rest > free || (partial && rest > 0);
+  if (__syncthreads_or(bad) != 0) { return false; }
+  free = 0;
+  for (std::int32_t base = 0; base < table.pages_before; base += table_threads) {
+    const std::int32_t e = base + static_cast<std::int32_t>(threadIdx.x);
+    const bool in = e >= padding && e < table.pages_before;
+    const RowKind kind = in ? kind_of(e) : RowKind::locked;
+    std::int32_t here = 0;
+    const std::int32_t before =
+        free + block_rank(in && kind == RowKind::free, at.shared.ranks, here);
+    free += here;
+    const bool stays = kind == RowKind::locked || (kind == RowKind::free && before < rest);
+    if (e < table.pages_before) { kinds[e] = stays ? 1 : 0; }
+  }
+  __syncthreads();
+  return true;
+}
+
+/// Entries of `sources` that are -1 are replaced by spare pages: their pages, and those behind the last page that stays, are
+/// released, tail first. Rows of replaced pages move with the others.
+KVTRIM_DEVICE void replace_pages(const ClosingTable& at, TablePlan& table) {
+  const auto thread = static_cast<std::int32_t>(threadIdx.x);
+  const std::int32_t* const sources = at.plan.sources_of(at.index);
+  const PageSpan span{table.live_after, table.first_row, at.view.page_size};
+  const bool fills = table.removal == Removal::fill_holes;
+  for (std::int32_t i = thread; i < at.heads; i += table_threads) {
+    const RowLists rows = at.plan.lists_of(at.head_index(i));
+    HeadPlan& head = at.plan.head_plans[at.head_index(i)];
+    const std::int32_t in_place = table.live_after - static_cast<std::int32_t>(head.moved);
+    for (std::int32_t e = 0; e < table.pages_after; ++e) {
+      if (sources[e] >= 0) { continue; }
+      const std::int32_t begin = span.begin(e);
+      const std::int32_t end = span.end(e);
+      const std::int32_t stayed = in_place < end ? in_place : end;
+      head.moved += fills            ? end - begin - (rows.gone_below(end) - rows.gone_below(begin))
+                    : stayed > begin ? stayed - begin
+                                     : 0;
+    }
+  }
+  const std::int32_t reserved_going = at.settle_reserved(table);
+  const std::int32_t going = table.pages_before - table.pages_after + table.spare_pages;
+  std::int32_t gone = 0;
+  for (std::int32_t base = 0; base < table.pages_before; base += table_threads) {
+    const std::int32_t e = base + thread;
+    const bool in = e < table.pages_before;
+    const bool goes = in && (e >= table.pages_after || sources[e] < 0);
+    std::int32_t here = 0;
+    const std::int32_t before = gone + block_rank(goes, at.shared.ranks, here);
+    gone += here;
+    if (goes) {
+      at.release(e, reserved_going + going - 1 - before);
+    } else if (in) {
+      at.take(e, e);
+    }
+  }
+  table.released = (reserved_going + going) * at.ids();
+}
+
 /// Rows close up (in order, from the tail, or into spare pages).
 KVTRIM_DEVICE Status close_pack(
     const ClosingTable& at, TablePlan& table, const SelectTask& task, bool common, bool ties) {
   const bool out_of_place = at.input.out_of_place;
   const std::int32_t thread = static_cast<std::int32_t>(threadIdx.x);
   const CacheView& view = at.view;
+  const bool fixed = at.input.leaves_shared && at.plan.active[at.index] != 0;
+  const std::int32_t kept = task.keep;
+  const std::int32_t budget = fixed ? table.live_after : kept;
+  if (fixed) {
+    bool unequal = false;
+    for (std::int32_t i = thread; i < at.heads; i += table_threads) {
+      unequal = unequal || at.plan.tasks[at.head_index(i)].keep != kept;
+    }
+    if (__syncthreads_or(unequal) != 0) { return Status::unequal_budget; }
+  }
   if (common) {
     for (std::int32_t i = 1; i < at.heads; ++i) {
       if (!same_kept_rows(at.plan, at.head_index(0), at.head_index(i))) {
@@ -298,57 +410,90 @@ KVTRIM_DEVICE Status close_pack(
       }
     }
   }
-  const std::int32_t kept = task.keep;
+  const Status status = kept > budget ? Status::over_budget : Status::ok;
   const std::int32_t padding = table.first_row / view.page_size;
   table.live_after = kept;
+  table.shared_kept = 0;
+  if (kept == table.live_before) {  // those of shared pages are all that there are
+    table.evicts = false;
+    return status;
+  }
   table.append_row = -1;
   table.pages_after = pages_for(kept + table.first_row, view.page_size);
-  table.shared_kept = 0;
   table.spare_pages = out_of_place ? table.pages_after - padding : 0;
+  std::int32_t* const sources = at.plan.sources_of(at.index);
   bool moves = false;
-  bool writes_shared = false;
   const bool fills = table.removal == Removal::fill_holes;
+  const PageSpan before{table.extent_before, table.first_row, view.page_size};
   for (std::int32_t i = thread; i < at.heads; i += table_threads) {
     const RowLists rows = at.plan.lists_of(at.head_index(i));
     HeadPlan head;
     head.kept = kept;
     head.evicted = table.live_before - kept;
     // Stable: rows before the first gap stay. Holes: rows below `kept` stay, the others fill the holes in order.
-    const std::int32_t moved = fills                 ? rows.gone_below(kept)
-                               : rows.gone[0] < kept ? kept - rows.gone[0]
-                                                     : 0;
+    const std::int32_t moved =
+        fills ? rows.gone_below(kept)
+              : kept - rows_before_gap(rows, fixed ? sources : nullptr, before, kept);
     head.moved = out_of_place ? kept : moved;
     moves = moves || head.moved != 0;
     at.plan.head_plans[at.head_index(i)] = head;
   }
   moves = __syncthreads_or(moves) != 0;
+  if (fixed) {
+    if (!choose_entries(at, table, padding)) { return Status::shared_page; }
+    close_up(at, table, table.pages_before - table.pages_after);
+    __syncthreads();
+  }
   if (!out_of_place && !view.writable.all()) {
     const PageSpan span{kept, table.first_row, view.page_size};  // of the rows as they will be
-    for (std::int32_t e = padding + thread; e < table.pages_after; e += table_threads) {
-      if (!at.entry_is_shared(table, e)) { continue; }
-      for (std::int32_t i = 0; i < at.heads && !writes_shared; ++i) {
-        const RowLists rows = at.plan.lists_of(at.head_index(i));
-        writes_shared = fills ? rows.gone_below(span.end(e)) > rows.gone_below(span.begin(e))
-                              : rows.gone[0] < span.end(e);
+    const bool copies = at.input.copies_shared;
+    bool refused = false;
+    std::int32_t replaced = 0;
+    if (thread == 0) { at.shared.first_replaced = kept; }
+    __syncthreads();
+    for (std::int32_t e = thread; e < table.pages_after; e += table_threads) {
+      bool written = false;
+      if (e >= padding && at.entry_is_shared(table, fixed ? sources[e] : e)) {
+        for (std::int32_t i = 0; i < at.heads && !written; ++i) {
+          const RowLists rows = at.plan.lists_of(at.head_index(i));
+          const auto moved = static_cast<std::int32_t>(at.plan.head_plans[at.head_index(i)].moved);
+          written = fills ? rows.gone_below(span.end(e)) > rows.gone_below(span.begin(e))
+                          : kept - moved < span.end(e);
+        }
       }
+      if (copies) {
+        sources[e] = written ? -1 : e;
+        replaced += written ? 1 : 0;
+        if (written) { atomicMin(&at.shared.first_replaced, span.begin(e)); }
+      }
+      refused = refused || (written && !copies);
     }
+    if (__syncthreads_or(refused) != 0) { return Status::shared_page; }
+    table.spare_pages = block_sum(replaced, at.shared.ranks);
   }
-  if (__syncthreads_or(writes_shared) != 0) { return Status::shared_page; }
   if (ties && moves) {
-    bool parts = out_of_place;  // into other pages
+    bool parts = table.spare_pages > 0;  // into other pages
     for (std::int32_t i = 0; i < at.heads && !parts; ++i) {
       const RowLists rows = at.plan.lists_of(at.head_index(i));
       const auto moved = static_cast<std::int32_t>(at.plan.head_plans[at.head_index(i)].moved);
       for (std::int32_t k = thread; k < moved && !parts; k += table_threads) {
-        const std::int32_t to = fills ? rows.gone[k] : kept - moved + k;
+        std::int32_t to = fills ? rows.gone[k] : kept - moved + k;
+        if (fixed) {  // the row that was in its place
+          const std::int32_t place = to + table.first_row;
+          to += (sources[place / view.page_size] - place / view.page_size) * view.page_size;
+        }
         parts = leaves_entry(view, table.first_row, rows.kept_row(kept - moved + k), to);
       }
     }
     if (__syncthreads_or(parts) != 0) { return Status::planes_disagree; }
   }
   table.ordered_after = table.ordered_after && !(fills && moves);
-  keep_leading_pages(at, table, out_of_place ? padding : table.pages_after);
-  return Status::ok;
+  if (table.spare_pages > 0 && !out_of_place) {
+    replace_pages(at, table);
+  } else if (!fixed) {
+    keep_leading_pages(at, table, out_of_place ? padding : table.pages_after);
+  }
+  return status;
 }
 
 /// Whether a key would be rotated in a page that must not be written: that of a row that stays where it lies. (One that moves
@@ -392,9 +537,11 @@ KVTRIM_DEVICE bool turns_shared_key(const ClosingTable& at, const TablePlan& tab
     const std::int32_t extent = table.live_after + (table.append_row >= 0 ? 1 : 0);
     for (std::int32_t to = thread; to < extent && !turns; to += table_threads) {
       const std::int32_t e = (to + table.first_row) / view.page_size;
-      const std::int32_t from = drops ? to + (sources[e] - e) * view.page_size : to;
-      if (!at.entry_is_shared(table, drops ? sources[e] : e)) { continue; }
-      const std::int32_t rank = drops ? to : to - rows.gone_below(to);
+      // A row in a shared page keeps its slot, though not its entry; what goes into a spare page is not written where it lies.
+      if (sources[e] < 0 || !at.entry_is_shared(table, sources[e])) { continue; }
+      const std::int32_t from = to + (sources[e] - e) * view.page_size;
+      const bool fills = table.removal == Removal::fill_holes;
+      const std::int32_t rank = fills ? to - rows.gone_below(to) : to;
       turns = overwrites ? true
               : input.positions == PositionMode::in_cache
                   ? (drops || ordered ? stands(from) != rank : stands(from) > bound)
@@ -451,7 +598,9 @@ KVTRIM_DEVICE void add_up_table(const ClosingTable& at, const TablePlan& table) 
   const DevicePlan& plan = at.plan;
   const auto thread = static_cast<std::int32_t>(threadIdx.x);
   const bool by_list = table.removal == Removal::fill_holes ||
-                       table.removal == Removal::overwrite_slot || table.spare_pages > 0;
+                       table.removal == Removal::overwrite_slot ||
+                       all_pages_replaced(table, at.view.page_size);
+  const bool every_row = table.removal == Removal::fill_holes && table.spare_pages > 0;
   unsigned long long bytes = 0;
   unsigned long long nan = 0;
   std::int32_t tiles = 0;
@@ -464,7 +613,8 @@ KVTRIM_DEVICE void add_up_table(const ClosingTable& at, const TablePlan& table) 
       bytes += static_cast<unsigned long long>(moved *
                                                moved_row_bytes(at.view, at.layer(k), at.head(k)));
       if (plan.tasks[i].active != 0) { nan += static_cast<unsigned long long>(plan.nan_counts[i]); }
-      mine = by_list ? static_cast<std::int32_t>((moved + move_tile - 1) / move_tile) : 0;
+      const std::int64_t listed = every_row ? table.live_after : moved;
+      mine = by_list ? static_cast<std::int32_t>((listed + move_tile - 1) / move_tile) : 0;
     }
     std::int32_t here = 0;
     const std::int32_t before = tiles + block_sum_before(mine, at.shared.ranks, here);
@@ -475,7 +625,10 @@ KVTRIM_DEVICE void add_up_table(const ClosingTable& at, const TablePlan& table) 
   nan = block_sum(nan, at.shared.sums);
   if (thread == 0) {
     plan.totals[at.index] = {
-        static_cast<std::int64_t>(bytes), static_cast<std::int64_t>(nan), tiles};
+        static_cast<std::int64_t>(bytes),
+        static_cast<std::int64_t>(nan),
+        tiles,
+        table.spare_pages > 0 && !at.input.out_of_place ? at.shared.first_replaced : 0};
   }
 }
 

@@ -23,10 +23,19 @@ struct DevicePlanOptions {
   Removal removal = Removal::automatic;  ///< `automatic`: the policy's own
   bool out_of_place =
       false;  ///< `stable_pack` into spare pages: shared pages are not written, all old ones are released
-  const std::int32_t* spare_pages = nullptr;       ///< device: free pages, taken from the front
+  /// device: free pages, taken from the front, out of place and by `SharedPages::copy`; that one wants the caller's own: in no
+  /// table, none twice, none held by another (`bad_options`). Null: none
+  const std::int32_t* spare_pages = nullptr;
   const std::int32_t* spare_count = nullptr;       ///< device, [1]: how many there are
   ReservedPages reserved = ReservedPages::follow;  ///< what becomes of `CacheView::reserved_pages`
   DeviceRotation rotation{};                       ///< position mode; `apply` must be told the same
+  /// What happens to pages that must not be written, as on the host. Out of place none is written, and this is not looked at.
+  SharedPages shared = SharedPages::leave;
+
+  /// Whether shared pages of `view` may be replaced.
+  [[nodiscard]] KVTRIM_HOST_DEVICE bool copies(const CacheView& view) const noexcept {
+    return shared == SharedPages::copy && !out_of_place && !view.writable.all();
+  }
 };
 
 namespace detail {
@@ -122,6 +131,53 @@ KVTRIM_DEVICE void refuse_all(const DevicePlan& plan, Status all, const DeviceRe
   }
 }
 
+/// Whether spare pages are the caller's own: the host's `are_spare`. For the whole last block. A page that a table names has been
+/// claimed, if it may be written: what the claim says is looked up, as an old one may lie there.
+KVTRIM_DEVICE bool are_spare(const CacheView& view,
+                             const DevicePlan& plan,
+                             const std::int32_t* spares,
+                             std::int32_t count) {
+  const auto thread = static_cast<std::int32_t>(threadIdx.x);
+  const std::int32_t layers = view.writable.layer_stride == 0 ? 1 : view.layers;
+  const std::int32_t heads = view.writable.head_stride == 0 ? 1 : view.kv_heads;
+  const auto is_named = [&](unsigned long long claim, PageId p) {
+    const auto table = static_cast<std::int64_t>(claim >> 32U);
+    const auto e = static_cast<std::int64_t>((claim & 0xFFFF'FFFFU) >> 1U);
+    if (table >= plan.all_tables() || e >= plan.room(table)) { return false; }
+    const CheckedTable at(view, plan, table);
+    const auto entry = static_cast<std::int32_t>(e);
+    if (entry < view.first_row(at.s) / view.page_size) { return false; }
+    return ((claim & 1U) != 0 ? view.v_page(at.s, at.l, at.h, entry)
+                              : view.k_page(at.s, at.l, at.h, entry)) == p;
+  };
+  bool bad = false;
+  for (std::int32_t k = thread; k < count; k += table_threads) {
+    const PageId p{spares[k]};
+    if (raw(p) < 0 || raw(p) >= view.pages) {
+      bad = true;
+      continue;
+    }
+    for (std::int32_t i = 0; !view.writable.all() && i < layers * heads; ++i) {
+      bad = bad || !view.writable(p, LayerId{i / heads}, HeadId{i % heads});
+    }
+    for (std::int32_t pool = 0; pool < plan.pools; ++pool) {
+      bad = bad || is_named(plan.owners[pool * plan.pool_pages + raw(p)], p);
+    }
+  }
+  if (__syncthreads_or(bad) != 0) { return false; }
+  const auto claim_of = [](std::int32_t k) {
+    return 0xFFFF'FFFFULL << 32U | static_cast<unsigned long long>(k);
+  };
+  for (std::int32_t k = thread; k < count; k += table_threads) {
+    store_any(&plan.owners[spares[k]], claim_of(k));
+  }
+  __syncthreads();
+  for (std::int32_t k = thread; k < count; k += table_threads) {
+    bad = bad || plan.owners[spares[k]] != claim_of(k);  // listed twice
+  }
+  return __syncthreads_or(bad) == 0;
+}
+
 /// For the whole last block.
 KVTRIM_DEVICE void finish_plan(const CacheView& view,
                                const DevicePlan& plan,
@@ -134,6 +190,14 @@ KVTRIM_DEVICE void finish_plan(const CacheView& view,
     any = any || plan.table_tiles[i] != 0;  // as it was opened
   }
   any = __syncthreads_or(any) != 0;
+  const bool given = options.spare_pages != nullptr && options.spare_count != nullptr;
+  const std::int32_t there = given && *options.spare_count > 0 ? *options.spare_count : 0;
+  if (any && options.shared == SharedPages::copy && !options.out_of_place) {
+    if (!are_spare(view, plan, options.spare_pages, there) && thread == 0) {
+      note_fault_of_all(plan, phase_close, Status::bad_options);
+    }
+    __syncthreads();
+  }
   DeviceReport report;
   Status all = Status::ok;
   report.refused = refuse_sequences(plan, any, shared, all, report);
@@ -145,7 +209,8 @@ KVTRIM_DEVICE void finish_plan(const CacheView& view,
     return plan.table_plans[i].evicts && plan.refusals[i / plan.tables].status == Status::ok;
   };
   const std::int32_t each = view.table.v_offset != 0 ? 2 : 1;
-  if (options.out_of_place && all == Status::ok) {
+  const bool takes_spares = options.out_of_place || options.copies(view);
+  if (takes_spares && all == Status::ok) {
     std::int32_t spares = 0;
     for (std::int64_t base = 0; base < plan.all_tables(); base += table_threads) {
       const std::int64_t i = base + thread;
@@ -154,7 +219,7 @@ KVTRIM_DEVICE void finish_plan(const CacheView& view,
     }
     report.spares_needed = spares;
     bool outside = false;
-    if (spares > (options.spare_count != nullptr ? *options.spare_count : 0)) {
+    if (spares > there) {
       all = Status::out_of_pages;
     } else {
       for (std::int32_t k = thread; k < spares; k += table_threads) {
@@ -183,13 +248,14 @@ KVTRIM_DEVICE void finish_plan(const CacheView& view,
     bool evicts = false;
     if (in) {
       const bool refused = plan.refusals[i / plan.tables].status != Status::ok;
+      const bool opened = plan.table_tiles[i] != 0;  // rows were ranked, even if all stay
+      if (opened && !refused) { totals = plan.totals[i]; }
       if (refused) {
         plan.table_plans[i] = {};
       } else {
         table = plan.table_plans[i];
       }
       evicts = table.evicts;
-      if (evicts) { totals = plan.totals[i]; }
     }
     std::int32_t here = 0;
     const std::int32_t first =
@@ -204,11 +270,11 @@ KVTRIM_DEVICE void finish_plan(const CacheView& view,
     plan.table_tiles[i] = first_tile;
     over = over || table.status == Status::over_budget;
     report.kept += table.live_after * heads;
+    report.nan_count += totals.nan_count;
     if (!evicts) { continue; }
     ++evicting;
     report.evicted += (table.live_before - table.live_after) * heads;
     report.bytes_moved += totals.bytes_moved;
-    report.nan_count += totals.nan_count;
     plan.list_starts[2 * i] = first;
     plan.list_starts[2 * i + 1] = first_spare;
   }
@@ -254,6 +320,10 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(table_threads, 2)
   }
 }
 
+struct ListShared {
+  BlockScan<table_threads, std::int32_t> ranks;
+};
+
 // A block: one table. Its released ids go into the common list.
 KVTRIM_DEVICE void list_released(const DevicePlan& plan, std::int64_t i, const TablePlan& table) {
   const std::int32_t* const list = plan.released_rows + 2 * std::int64_t{plan.first_entry(i)};
@@ -262,18 +332,28 @@ KVTRIM_DEVICE void list_released(const DevicePlan& plan, std::int64_t i, const T
     released[k] = list[k];
   }
 }
-// Its spare pages are taken from the common ones.
+// Its spare pages are taken from the common ones, for the entries that had none before.
 KVTRIM_DEVICE void take_spares(const CacheView& view,
                                const DevicePlan& plan,
                                std::int64_t i,
                                const TablePlan& table,
-                               const std::int32_t* spare_pages) {
+                               const std::int32_t* spare_pages,
+                               ListShared& shared) {
+  if (table.spare_pages == 0) { return; }
   const std::int32_t each = view.table.v_offset != 0 ? 2 : 1;
   const std::int32_t* const spares = spare_pages + plan.list_starts[2 * i + 1];
-  std::int32_t* const k_pages = plan.pages_of(i) + table.first_row / view.page_size;
-  for (auto k = static_cast<std::int32_t>(threadIdx.x); k < table.spare_pages; k += table_threads) {
-    k_pages[k] = spares[k * each];
-    k_pages[plan.entries + k] = spares[k * each + each - 1];
+  const std::int32_t* const sources = plan.sources_of(i);
+  std::int32_t* const k_pages = plan.pages_of(i);
+  std::int32_t taken = 0;
+  for (std::int32_t base = 0; base < table.pages_after; base += table_threads) {
+    const std::int32_t e = base + static_cast<std::int32_t>(threadIdx.x);
+    const bool takes = e < table.pages_after && sources[e] < 0;
+    std::int32_t here = 0;
+    const std::int32_t k = taken + block_rank(takes, shared.ranks, here);
+    taken += here;
+    if (!takes) { continue; }
+    k_pages[e] = spares[k * each];
+    k_pages[plan.entries + e] = spares[k * each + each - 1];
   }
 }
 
@@ -281,11 +361,12 @@ KVTRIM_DEVICE void take_spares(const CacheView& view,
 template <class = void>
 __global__ void KVTRIM_LAUNCH_BOUNDS(table_threads)
     lists_kernel(CacheView view, DevicePlan plan, const std::int32_t* spare_pages) {
+  KVTRIM_SHARED(ListShared, shared, );
   for (std::int64_t i = blockIdx.x; i < plan.all_tables(); i += gridDim.x) {
     const TablePlan table = plan.table_plans[i];
     if (!table.evicts) { continue; }
     list_released(plan, i, table);
-    take_spares(view, plan, i, table, spare_pages);
+    take_spares(view, plan, i, table, spare_pages, shared);
   }
 }
 
