@@ -191,7 +191,20 @@ template <Policy P, class Ranking>
   const dim3 checks(check_grid(of_planes > made.all_tables() ? of_planes : made.all_tables()));
   const CheckInput checking{
       base_units(view), view_mark(view), !pass.goes_on, pass.written, options.rotation.mode};
-  cudaError_t e = launch(check_kernel<>, checks, threads, 0, stream, view, made, checking);
+  cudaError_t e = cudaSuccess;
+  if (options.checks_spares()) {
+    e = launch(clear_spares_kernel<>,
+               dim3(1),
+               threads,
+               0,
+               stream,
+               view,
+               made,
+               options.spare_pages,
+               options.spare_count);
+    if (e != cudaSuccess) { return e; }
+  }
+  e = launch(check_kernel<>, checks, threads, 0, stream, view, made, checking);
   if (e != cudaSuccess || view.sequences == 0) { return e; }
 
   FinishInput finishing;

@@ -34,6 +34,7 @@ template <Policy P>
       load(select_pick_kernel<>),
       load(select_count_kernel<>),
       load(select_emit_kernel<>),
+      load(clear_spares_kernel<>),
       load(fix_pages_kernel<>),
       load(choose_again_kernel<true>, keys),
       load(choose_again_kernel<false>),

@@ -72,8 +72,9 @@ template <Policy P, class Source>
 /// \param obs        as for `plan`
 /// \param workspace  as for `plan`, of as many bytes
 /// \param out        the engine's arrays, as for `commit`
-/// \param options    way of removal, spare pages; whether the open step is written. Spare pages and a position mode cost one launch
-///   more, shared pages that stay two
+/// \param options    way of removal, shared and spare pages; whether the open step is written. Where the view says which pages may
+///   be written, shared pages that stay cost two launches more. Spare pages cost one, two where shared pages are copied to them,
+///   three where a slot may be overwritten besides; a position mode one
 /// \returns `cudaErrorInvalidValue` before any launch for what `plan` or `commit` refuse so; otherwise the launches' status.
 ///   Statuses are those of `plan`: a sequence that is refused stays as it is, the others are evicted from
 /// \par Ties

@@ -304,15 +304,11 @@ KVTRIM_DEVICE std::int32_t rows_before_gap(const RowLists& rows,
   return kept;
 }
 
-/// Turns the kinds of a table's entries in `sources` into what stays: the locked pages, which must come first and be full, then as
-/// many of the free ones as the rows need. False where they do not.
+/// Turns the kinds of a table's entries in `sources` into what stays: the locked pages, which must come first, then as many of the
+/// free ones as the rows need. False where they do not. (A locked page that is not full is the last one: no free one is behind it.)
 KVTRIM_DEVICE bool choose_entries(const ClosingTable& at, TablePlan& table, std::int32_t padding) {
   std::int32_t* const kinds = at.plan.sources_of(at.index);
-  const std::int32_t size = at.view.page_size;
   const auto kind_of = [&](std::int32_t e) { return static_cast<RowKind>(kinds[e]); };
-  const std::int32_t last = table.pages_before - 1;
-  const bool partial = last >= padding && kind_of(last) == RowKind::locked &&
-                       (last + 1) * size - table.first_row > table.extent_before;
   bool bad = false;
   std::int32_t locked = 0;
   std::int32_t free = 0;
@@ -329,7 +325,7 @@ KVTRIM_DEVICE bool choose_entries(const ClosingTable& at, TablePlan& table, std:
   }
   table.shared_kept = locked;
   const std::int32_t rest = table.pages_after - padding - locked;
-  bad = bad || rest < 0 || rest > free || (partial && rest > 0);
+  bad = bad || rest < 0 || rest > free;
   if (__syncthreads_or(bad) != 0) { return false; }
   free = 0;
   for (std::int32_t base = 0; base < table.pages_before; base += table_threads) {

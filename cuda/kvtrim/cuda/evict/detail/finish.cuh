@@ -32,6 +32,11 @@ struct DevicePlanOptions {
   /// What happens to pages that must not be written, as on the host. Out of place none is written, and this is not looked at.
   SharedPages shared = SharedPages::leave;
 
+  /// Whether spare pages must be the caller's own.
+  [[nodiscard]] KVTRIM_HOST_DEVICE bool checks_spares() const noexcept {
+    return shared == SharedPages::copy && !out_of_place && spare_pages != nullptr &&
+           spare_count != nullptr;
+  }
   /// Whether shared pages of `view` may be replaced.
   [[nodiscard]] KVTRIM_HOST_DEVICE bool copies(const CacheView& view) const noexcept {
     return shared == SharedPages::copy && !out_of_place && !view.writable.all();
@@ -131,8 +136,22 @@ KVTRIM_DEVICE void refuse_all(const DevicePlan& plan, Status all, const DeviceRe
   }
 }
 
-/// Whether spare pages are the caller's own: the host's `are_spare`. For the whole last block. A page that a table names has been
-/// claimed, if it may be written: what the claim says is looked up, as an old one may lie there.
+// One block. Before the launch that checks tables: nobody has claimed a spare page yet.
+template <class = void>
+__global__ void KVTRIM_LAUNCH_BOUNDS(table_threads) clear_spares_kernel(CacheView view,
+                                                                        DevicePlan plan,
+                                                                        const std::int32_t* spares,
+                                                                        const std::int32_t* count) {
+  for (std::int32_t k = static_cast<std::int32_t>(threadIdx.x); k < *count; k += table_threads) {
+    for (std::int32_t pool = 0; pool < plan.pools; ++pool) {
+      if (spares[k] < 0 || spares[k] >= view.pages) { continue; }
+      store_any(&plan.owners[pool * plan.pool_pages + spares[k]], no_fault);
+    }
+  }
+}
+
+/// Whether spare pages are the caller's own: the host's `are_spare`. For the whole last block. A page that may be written and that
+/// a table names has been claimed.
 KVTRIM_DEVICE bool are_spare(const CacheView& view,
                              const DevicePlan& plan,
                              const std::int32_t* spares,
@@ -140,16 +159,6 @@ KVTRIM_DEVICE bool are_spare(const CacheView& view,
   const auto thread = static_cast<std::int32_t>(threadIdx.x);
   const std::int32_t layers = view.writable.layer_stride == 0 ? 1 : view.layers;
   const std::int32_t heads = view.writable.head_stride == 0 ? 1 : view.kv_heads;
-  const auto is_named = [&](unsigned long long claim, PageId p) {
-    const auto table = static_cast<std::int64_t>(claim >> 32U);
-    const auto e = static_cast<std::int64_t>((claim & 0xFFFF'FFFFU) >> 1U);
-    if (table >= plan.all_tables() || e >= plan.room(table)) { return false; }
-    const CheckedTable at(view, plan, table);
-    const auto entry = static_cast<std::int32_t>(e);
-    if (entry < view.first_row(at.s) / view.page_size) { return false; }
-    return ((claim & 1U) != 0 ? view.v_page(at.s, at.l, at.h, entry)
-                              : view.k_page(at.s, at.l, at.h, entry)) == p;
-  };
   bool bad = false;
   for (std::int32_t k = thread; k < count; k += table_threads) {
     const PageId p{spares[k]};
@@ -161,13 +170,11 @@ KVTRIM_DEVICE bool are_spare(const CacheView& view,
       bad = bad || !view.writable(p, LayerId{i / heads}, HeadId{i % heads});
     }
     for (std::int32_t pool = 0; pool < plan.pools; ++pool) {
-      bad = bad || is_named(plan.owners[pool * plan.pool_pages + raw(p)], p);
+      bad = bad || plan.owners[pool * plan.pool_pages + raw(p)] != no_fault;
     }
   }
   if (__syncthreads_or(bad) != 0) { return false; }
-  const auto claim_of = [](std::int32_t k) {
-    return 0xFFFF'FFFFULL << 32U | static_cast<unsigned long long>(k);
-  };
+  const auto claim_of = [](std::int32_t k) { return static_cast<unsigned long long>(k); };
   for (std::int32_t k = thread; k < count; k += table_threads) {
     store_any(&plan.owners[spares[k]], claim_of(k));
   }
@@ -192,7 +199,7 @@ KVTRIM_DEVICE void finish_plan(const CacheView& view,
   any = __syncthreads_or(any) != 0;
   const bool given = options.spare_pages != nullptr && options.spare_count != nullptr;
   const std::int32_t there = given && *options.spare_count > 0 ? *options.spare_count : 0;
-  if (any && options.shared == SharedPages::copy && !options.out_of_place) {
+  if (any && options.checks_spares()) {
     if (!are_spare(view, plan, options.spare_pages, there) && thread == 0) {
       note_fault_of_all(plan, phase_close, Status::bad_options);
     }
