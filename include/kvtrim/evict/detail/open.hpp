@@ -158,7 +158,8 @@ template <AdaptivePolicy P, Executor E>
     }
   };
   bool any = false;
-  Status now = Status::ok;  // rows that are not written, or have moved, would decide what other heads keep
+  Status now =
+      Status::ok;  // rows that are not written, or have moved, would decide what other heads keep
   for_each_group([&](SequenceId s, std::int32_t first_layer) {
     if (!exceeds(s, first_layer)) { return; }
     any = true;
