@@ -15,6 +15,7 @@
 #include <random>
 #include <string>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 namespace {
@@ -86,6 +87,23 @@ struct Outcome {
   std::int64_t evicted = 0;
 };
 
+/// Pages that must not be written, on both sides, and spare ones.
+struct Sharing {
+  Sharing(World& world, std::vector<std::int32_t> held, SharedPages what)
+      : counts(std::move(held)), way(what) {
+    device_counts.upload(counts);
+    for (const std::int32_t p : world.spares()) { spares.push_back(PageId{p}); }
+    device_spares.upload(world.spares());
+    spare_count.upload({static_cast<std::int32_t>(spares.size())});
+  }
+  std::vector<std::int32_t> counts;
+  SharedPages way;
+  std::vector<PageId> spares;
+  DeviceBuffer<std::int32_t> device_counts{256, "ref counts"};
+  DeviceBuffer<std::int32_t> device_spares{64, "spare pages"};
+  DeviceBuffer<std::int32_t> spare_count{1, "spare count"};
+};
+
 /// Both sides evict, by three calls or in one step; no more than rounding of keys may differ afterwards.
 template <class P>
 Outcome evict_both(World& world,
@@ -94,16 +112,25 @@ Outcome evict_both(World& world,
                    const Rerotator& rerotator,
                    const cuda::DeviceRotation& rotation,
                    bool by_step,
-                   DType dtype) {
-  const CacheView host = world.host_view();
-  const CacheView device = world.device_view();
+                   DType dtype,
+                   const Sharing* sharing = nullptr) {
+  CacheView host = world.host_view();
+  CacheView device = world.device_view();
   cuda::DeviceStepOptions with;
   with.removal = removal;
   with.rotation = rotation;
+  PlanOptions options;
+  if (sharing != nullptr) {
+    host.writable.ref_counts = sharing->counts.data();
+    device.writable.ref_counts = sharing->device_counts.data();
+    options.shared = with.shared = sharing->way;
+    options.spare_pages = sharing->spares;
+    with.spare_pages = sharing->device_spares.data();
+    with.spare_count = sharing->spare_count.data();
+  }
   DeviceSide side(policy, plan_shape(host), with);  // before the host evicts
   Observation obs;
   obs.scores = host.score_sums;
-  PlanOptions options;
   options.removal = removal;
   options.rerotator = &rerotator;
   Plan wanted = kvtrim::test::host_plan(policy, host, obs, options);
@@ -246,69 +273,69 @@ TEST_CASE("cuda::plan: a cache of keys before RoPE is renumbered, no key is touc
   CHECK(world.host().ropes != before);
 }
 
-TEST_CASE(
-    "cuda::plan: a key that would turn in a shared page is refused, one that would not is not",
-    "[cuda][fault]") {
+TEST_CASE("cuda::plan: keys in shared pages turn in copies, or nowhere, as on the host",
+          "[cuda][parity]") {
   WorldShape shape;
   shape.rope = true;
   shape.dtype = DType::f32;
   shape.sequences = 1;
+  shape.spare_pages = 32;
+  shape.scope = GENERATE(TableScope::group, TableScope::head);
+  shape.seed = GENERATE(1U, 2U);
+  shape.padding = shape.seed == 2;
   const Removal removal = GENERATE(
       Removal::drop_pages, Removal::stable_pack, Removal::fill_holes, Removal::overwrite_slot);
-  shape.shuffled = removal == Removal::overwrite_slot ||
-                   (removal == Removal::fill_holes && GENERATE(false, true));
-  const bool numbered = GENERATE(false, true);
-  const bool follows = removal != Removal::overwrite_slot && GENERATE(false, true);
+  shape.shuffled = removal != Removal::drop_pages && GENERATE(false, true);
+  const bool numbered = shape.shuffled || GENERATE(false, true);
+  const auto mode = GENERATE(PositionMode::in_cache, PositionMode::sinks_follow);
+  const auto way = GENERATE(SharedPages::leave, SharedPages::copy);
+  const std::int32_t shared_entries = GENERATE(1, 3);
   World world(shape);
   auto& ropes = world.host().ropes;
-  auto& state = world.host().states[0];
-  // The first page holds ranks 0 to 3, so that none of its rows moves or gets another number if they are numbered.
+  // The first rows stay: where they are numbered, they get no other number.
   for (std::size_t i = 0; i < ropes.size(); ++i) {
-    const auto r = static_cast<std::int32_t>(i) % world.capacity();
-    if (r >= state.live_rows) { continue; }
-    if (shape.shuffled) { world.host().positions[i] = 10 + r; }
-    if (shape.shuffled || numbered) { ropes[i] = r; }
-    world.host().sums[i] = r < 8 ? 9.0F : static_cast<float>(r) * 0.01F;  // the same of all heads
+    if (numbered && !shape.shuffled) { ropes[i] -= 15; }
+    if (static_cast<std::int32_t>(i) % world.capacity() < 4) { world.host().sums[i] += 9.0F; }
   }
-  if (shape.shuffled || numbered) { state.next_rope_position = state.live_rows; }
+  for (SequenceState& state : world.host().states) {
+    if (numbered) { state.next_rope_position = state.live_rows; }
+  }
   world.device().ropes.upload(ropes);
-  world.device().positions.upload(world.host().positions);
   world.device().sums.upload(world.host().sums);
   world.device().states.upload(world.host().states);
   std::vector<std::int32_t> counts(static_cast<std::size_t>(world.pages()), 1);
-  counts[static_cast<std::size_t>(world.host().ids[0])] = 2;
-  const DeviceBuffer<std::int32_t> shared(counts, "ref counts");
-  CacheView view = world.device_view();
-  view.writable.ref_counts = shared.data();
-  const Turning turning(
-      shape, follows ? PositionMode::sinks_follow : PositionMode::in_cache, 16, 2);
-  cuda::DeviceStepOptions options;
-  options.removal = removal;
-  options.rotation = turning.device();
-  const std::int32_t keep = removal == Removal::overwrite_slot ? state.live_rows - 1 : 12;
-  const ByScore policy{keep, {2, 1}, removal};
-  DeviceSide side(policy, plan_shape(world.host_view()), options);
-  cuda::DeviceTables tables;
-  tables.ids = world.device().ids.data();
-  const cuda::GivenScores given(view.score_sums);
-  CAPTURE(static_cast<int>(removal), shape.shuffled, numbered, follows);
-  ok(cuda::plan(policy, view, given, side.workspace, nullptr, options));
-  ok(kvtrim::test::finish());
-  const bool turns = follows || removal == Removal::overwrite_slot || !(shape.shuffled || numbered);
-  CHECK(to_string(side.report().status) == (turns ? "shared_page" : "ok"));
-  ok(cuda::apply(side.workspace, view, nullptr, options.rotation));
-  if (turns) {
-    CHECK(world.difference() == "");
-    return;
+  for (std::size_t e = 0; e < world.host().ids.size(); ++e) {
+    const std::int32_t id = world.host().ids[e];
+    const bool first = static_cast<std::int32_t>(e) % shape.max_pages < shared_entries;
+    if (first && id >= 0) { counts[static_cast<std::size_t>(id)] = 2; }
   }
-  const auto bytes = static_cast<std::ptrdiff_t>(view.k.page_stride);
-  const auto pool = world.device().pool.download();
-  const auto& same = world.host().pool;
-  for (std::int32_t l = 0; l < shape.layers; ++l) {
-    const std::ptrdiff_t first = view.k.layer_stride * l + bytes * world.host().ids[0];
-    CHECK(std::equal(pool.begin() + first, pool.begin() + first + bytes, same.begin() + first));
+  const Sharing sharing(world, counts, way);
+  const Turning turning(shape, mode, 16, 2);
+  CAPTURE(static_cast<int>(removal),
+          shape.shuffled,
+          numbered,
+          std::string(to_string(mode)),
+          static_cast<int>(way),
+          shared_entries);
+  const std::int32_t live = world.host().states[0].live_rows;
+  const auto both = [&](const auto& policy) {
+    return evict_both(world,
+                      policy,
+                      removal,
+                      turning.host(world.host_view()),
+                      turning.device(),
+                      shape.seed == 1,
+                      shape.dtype,
+                      &sharing);
+  };
+  const Outcome run =
+      removal == Removal::drop_pages
+          ? both(StreamingSink({.sinks = 2, .recent = 9}))
+          : both(ByScore{removal == Removal::overwrite_slot ? live - 1 : 14, {2, 1}, removal});
+  if (way == SharedPages::copy && removal != Removal::drop_pages) {
+    CHECK(run.status == Status::ok);
+    CHECK(run.evicted > 0);
   }
-  CHECK(pool != same);
 }
 
 TEST_CASE("cuda::plan: rows out of order that were never numbered are refused", "[cuda][fault]") {

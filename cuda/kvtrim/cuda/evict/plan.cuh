@@ -10,8 +10,7 @@
 // captured into a graph.
 //
 // Differs from the host: a fault of a sequence refuses that sequence alone, the others are planned; rows that are not in order
-// are renumbered only where they were before (`rows_unordered`), and a key that would turn in a shared page is refused where the
-// host copies or leaves the page; a page that must not be written and occurs twice in one table is not noticed.
+// are renumbered only where they were before (`rows_unordered`); a page that must not be written and occurs twice in one table is not noticed.
 
 #include <kvtrim/cache/cache_view.hpp>
 #include <kvtrim/core/removal.hpp>
@@ -210,7 +209,7 @@ template <Policy P, class Ranking>
   FinishInput finishing;
   finishing.close = {Kind::by_position, options.out_of_place, nullptr, options.reserved};
   finishing.close.copies_shared = options.copies(view);
-  finishing.close.positions = options.rotation.mode;
+  if (!options.rotation.unrotated_cache) { finishing.close.positions = options.rotation.mode; }
   finishing.close.sinks = options.rotation.pristine.sinks;
   finishing.options = options;
   finishing.goes_on = pass.goes_on;
@@ -278,7 +277,13 @@ template <Policy P, class Ranking>
       if (e == cudaSuccess && fixes && input.removal != Removal::drop_pages &&
           !options.out_of_place && !view.writable.all()) {
         finishing.close.leaves_shared = leaves;
-        e = choose_again(view, rows, made, shape, leaves, stream);
+        e = choose_again(view,
+                         rows,
+                         made,
+                         shape,
+                         leaves,
+                         finishing.close.positions != PositionMode::keep,
+                         stream);
       }
     }
     if (e == cudaSuccess) {

@@ -29,8 +29,8 @@ struct CloseInput {
   ReservedPages reserved = ReservedPages::follow;
   bool leaves_shared = false;  // what `fix_pages_kernel` says of shared pages holds
   bool copies_shared = false;  // shared pages that would be written are replaced by spare pages
-  PositionMode positions = PositionMode::keep;
-  std::int32_t sinks = 0;  // that follow the window
+  PositionMode positions = PositionMode::keep;  // in which keys are rotated
+  std::int32_t sinks = 0;                       // that follow the window
 };
 
 /// Shared memory of a closing block.
@@ -383,6 +383,70 @@ KVTRIM_DEVICE void replace_pages(const ClosingTable& at, TablePlan& table) {
   table.released = (reserved_going + going) * at.ids();
 }
 
+/// Calls f(entry) where a key would be rotated in a page that must not be written: for rows that stay where they lie. For a whole
+/// block.
+///
+/// \param source_of  the entry that entry `e` of the new table was; -1: a spare page
+template <class SourceOf, class F>
+KVTRIM_DEVICE void for_each_turned_in_shared(const ClosingTable& at,
+                                             const TablePlan& table,
+                                             SourceOf source_of,
+                                             F f) {
+  const CacheView& view = at.view;
+  const CloseInput& input = at.input;
+  if (input.positions == PositionMode::keep || input.out_of_place || !table.evicts ||
+      view.writable.all()) {
+    return;
+  }
+  const auto thread = static_cast<std::int32_t>(threadIdx.x);
+  const bool in_cache = input.positions == PositionMode::in_cache;
+  const bool fills = table.removal == Removal::fill_holes;
+  const bool ordered = view.state(at.s, at.l0, at.h0).ordered;
+  for (std::int32_t i = 0; i < at.heads; ++i) {
+    const LayerId l = at.layer(i);
+    const HeadId h = at.head(i);
+    const RowLists rows = at.plan.lists_of(at.head_index(i));
+    const auto stands = [&](std::int32_t row) {
+      return *reinterpret_cast<const std::int32_t*>(view.rope_positions.row(at.s, l, h, row));
+    };
+    const auto position = [&](std::int32_t row) { return raw(view.position(at.s, l, h, row)); };
+    // Of rows that are not in order: the lowest rope position that goes, or the position of the first row behind the sinks.
+    std::int32_t bound = INT_MAX;
+    if (!ordered && in_cache) {
+      const std::int32_t hole = at.plan.tasks[at.head_index(i)].hole;
+      for (std::int32_t k = thread; k < rows.gone_count; k += table_threads) {
+        const std::int32_t r = rows.gone[k];
+        if (r != hole && stands(r) < bound) { bound = stands(r); }
+      }
+      bound = block_min(bound, at.shared.ranks);
+    } else if (!ordered) {
+      bound = position_of(input.sinks, table.live_after, at.shared.ranks, [&](std::int32_t k) {
+        return position(rows.kept_row(k));
+      });
+    }
+    for (std::int32_t to = thread; to < table.live_after; to += table_threads) {
+      const std::int32_t e = (to + table.first_row) / view.page_size;
+      const std::int32_t source = source_of(e);
+      if (source < 0 || !at.entry_is_shared(table, source)) { continue; }
+      const std::int32_t from = to + (source - e) * view.page_size;
+      const std::int32_t rank = fills ? to - rows.gone_below(to) : to;
+      const bool turns = !ordered   ? (in_cache ? stands(from) > bound : position(from) < bound)
+                         : in_cache ? stands(from) != rank
+                                    : rank < input.sinks;
+      if (turns) { f(e); }
+    }
+  }
+}
+/// Whether there is any. Where pages are copied, such a one was replaced.
+KVTRIM_DEVICE bool turns_shared_key(const ClosingTable& at, const TablePlan& table) {
+  const std::int32_t* const sources = at.plan.sources_of(at.index);
+  __syncthreads();  // they are written
+  bool turns = false;
+  for_each_turned_in_shared(
+      at, table, [&](std::int32_t e) { return sources[e]; }, [&](std::int32_t) { turns = true; });
+  return __syncthreads_or(turns) != 0;
+}
+
 /// Rows close up (in order, from the tail, or into spare pages).
 KVTRIM_DEVICE Status close_pack(
     const ClosingTable& at, TablePlan& table, const SelectTask& task, bool common, bool ties) {
@@ -445,10 +509,23 @@ KVTRIM_DEVICE Status close_pack(
     const bool copies = at.input.copies_shared;
     bool refused = false;
     std::int32_t replaced = 0;
+    std::int32_t* const turned = at.plan.pages_of(at.index);  // written below
+    const bool turns = copies && at.input.positions != PositionMode::keep;
     if (thread == 0) { at.shared.first_replaced = kept; }
+    for (std::int32_t e = thread; turns && e < table.pages_after; e += table_threads) {
+      turned[e] = 0;
+    }
     __syncthreads();
+    if (turns) {
+      for_each_turned_in_shared(
+          at,
+          table,
+          [](std::int32_t e) { return e; },
+          [&](std::int32_t e) { atomicExch(&turned[e], 1); });
+      __syncthreads();
+    }
     for (std::int32_t e = thread; e < table.pages_after; e += table_threads) {
-      bool written = false;
+      bool written = turns && turned[e] != 0;
       if (e >= padding && at.entry_is_shared(table, fixed ? sources[e] : e)) {
         for (std::int32_t i = 0; i < at.heads && !written; ++i) {
           const RowLists rows = at.plan.lists_of(at.head_index(i));
@@ -490,62 +567,6 @@ KVTRIM_DEVICE Status close_pack(
     keep_leading_pages(at, table, out_of_place ? padding : table.pages_after);
   }
   return status;
-}
-
-/// Whether a key would be rotated in a page that must not be written: that of a row that stays where it lies. (One that moves
-/// into such a page was refused before.)
-KVTRIM_DEVICE bool turns_shared_key(const ClosingTable& at, const TablePlan& table) {
-  const CacheView& view = at.view;
-  const CloseInput& input = at.input;
-  if (input.positions == PositionMode::keep || input.out_of_place || !table.evicts ||
-      view.writable.all()) {
-    return false;
-  }
-  const auto thread = static_cast<std::int32_t>(threadIdx.x);
-  const bool drops = table.removal == Removal::drop_pages;
-  const bool overwrites = table.removal == Removal::overwrite_slot;
-  const bool ordered = view.state(at.s, at.l0, at.h0).ordered;
-  const std::int32_t* const sources = at.plan.sources_of(at.index);
-  __syncthreads();  // the sources are written
-  bool turns = false;
-  for (std::int32_t i = 0; i < at.heads; ++i) {
-    const LayerId l = at.layer(i);
-    const HeadId h = at.head(i);
-    const RowLists rows = at.plan.lists_of(at.head_index(i));
-    const auto stands = [&](std::int32_t row) {
-      return *reinterpret_cast<const std::int32_t*>(view.rope_positions.row(at.s, l, h, row));
-    };
-    const auto position = [&](std::int32_t row) { return raw(view.position(at.s, l, h, row)); };
-    // Of rows that are not in order: the lowest rope position that goes, or the position of the first row behind the sinks.
-    std::int32_t bound = INT_MAX;
-    if (!drops && !ordered && input.positions == PositionMode::in_cache) {
-      const std::int32_t hole = at.plan.tasks[at.head_index(i)].hole;
-      for (std::int32_t k = thread; k < rows.gone_count; k += table_threads) {
-        const std::int32_t r = rows.gone[k];
-        if (r != hole && stands(r) < bound) { bound = stands(r); }
-      }
-      bound = block_min(bound, at.shared.ranks);
-    } else if (!drops && !ordered) {
-      bound = position_of(input.sinks, table.live_after, at.shared.ranks, [&](std::int32_t k) {
-        return position(rows.kept_row(k));
-      });
-    }
-    const std::int32_t extent = table.live_after + (table.append_row >= 0 ? 1 : 0);
-    for (std::int32_t to = thread; to < extent && !turns; to += table_threads) {
-      const std::int32_t e = (to + table.first_row) / view.page_size;
-      // A row in a shared page keeps its slot, though not its entry; what goes into a spare page is not written where it lies.
-      if (sources[e] < 0 || !at.entry_is_shared(table, sources[e])) { continue; }
-      const std::int32_t from = to + (sources[e] - e) * view.page_size;
-      const bool fills = table.removal == Removal::fill_holes;
-      const std::int32_t rank = fills ? to - rows.gone_below(to) : to;
-      turns = overwrites ? true
-              : input.positions == PositionMode::in_cache
-                  ? (drops || ordered ? stands(from) != rank : stands(from) > bound)
-              : drops || ordered ? rank < input.sinks
-                                 : position(from) < bound;
-    }
-  }
-  return __syncthreads_or(turns) != 0;
 }
 
 /// Whether heads, or layers, that have tables of their own share sequence planes.

@@ -106,9 +106,10 @@ struct RenumberedHead {
   /// Rank of the row that is now at `row`, in a table that was in order.
   KVTRIM_DEVICE std::int32_t rank(std::int32_t row) const {
     if (table.removal != Removal::fill_holes) { return row; }
-    const auto moved = static_cast<std::int32_t>(plan.head_plans[index].moved);
+    const std::int32_t holes =
+        rows.gone_below(table.live_after);  // filled by as many of the last rows
     const std::int32_t before = rows.gone_below(row);
-    return before < moved && rows.gone[before] == row ? table.live_after - moved + before
+    return before < holes && rows.gone[before] == row ? table.live_after - holes + before
                                                       : row - before;
   }
   /// Gives a row its rope position. For a whole warp.
@@ -128,7 +129,7 @@ struct RenumberedHead {
 
 // A block: one KV head at a time; a warp: one row at a time.
 template <class = void>
-__global__ void KVTRIM_LAUNCH_BOUNDS(renumber_threads)
+__global__ void KVTRIM_LAUNCH_BOUNDS(renumber_threads, 2)
     renumber_kernel(CacheView view, DevicePlan plan, KeyTurn turn) {
   KVTRIM_SHARED(RenumberShared, shared, );
   KVTRIM_DYNAMIC_SHARED(std::uint32_t, words);

@@ -27,10 +27,11 @@ namespace kvtrim::cuda::detail {
 // each entry's rows; the budget goes to `TablePlan::live_after`, as its tasks will say how many rows stay. Tasks of a table whose
 // way of removal is another one now are marked by 2.
 //
-// `leaves`: shared pages stay; otherwise they are copied, and the first choice stands.
+// `leaves`: shared pages stay; otherwise they are copied, and the first choice stands. `rotates`: keys get other rope positions, in
+// all rows where a slot would be overwritten.
 template <class = void>
 __global__ void KVTRIM_LAUNCH_BOUNDS(table_threads, 2)
-    fix_pages_kernel(CacheView view, DevicePlan plan, bool leaves) {
+    fix_pages_kernel(CacheView view, DevicePlan plan, bool leaves, bool rotates) {
   KVTRIM_SHARED(CloseShared, shared, );
   const auto thread = static_cast<std::int32_t>(threadIdx.x);
   const CloseInput none;
@@ -49,7 +50,8 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(table_threads, 2)
       const std::int32_t victim = plan.lists_of(at.head_index(k)).gone[0];
       fixes = fixes || at.entry_is_shared(table, (victim + table.first_row) / view.page_size);
     }
-    for (std::int32_t e = thread; !overwrites && e < table.pages_before; e += table_threads) {
+    const bool any = !overwrites || rotates;
+    for (std::int32_t e = thread; any && e < table.pages_before; e += table_threads) {
       fixes = fixes || at.entry_is_shared(table, e);
     }
     if (__syncthreads_or(fixes) == 0 || (!overwrites && !leaves)) { continue; }
@@ -105,12 +107,13 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(select_threads, 1)
   }
 }
 
-/// Queues the second choice, behind the first. `leaves`: as `fix_pages_kernel`.
+/// Queues the second choice, behind the first. `leaves`, `rotates`: as `fix_pages_kernel`.
 [[nodiscard]] inline cudaError_t choose_again(const CacheView& view,
                                               const RowScores& rows,
                                               const DevicePlan& plan,
                                               const PlanBounds& shape,
                                               bool leaves,
+                                              bool rotates,
                                               cudaStream_t stream) noexcept {
   const cudaError_t e = launch(fix_pages_kernel<>,
                                dim3(bounded_grid(plan.all_tables())),
@@ -119,7 +122,8 @@ __global__ void KVTRIM_LAUNCH_BOUNDS(select_threads, 1)
                                stream,
                                view,
                                plan,
-                               leaves);
+                               leaves,
+                               rotates);
   if (e != cudaSuccess || !leaves) { return e; }
   const SelectBounds bounds = select_bounds(shape);
   const dim3 heads(bounded_grid(plan.heads()));
