@@ -10,7 +10,7 @@
 #include <kvtrim/cuda/detail/block_scan.cuh>
 #include <kvtrim/cuda/detail/device.hpp>
 #include <kvtrim/cuda/evict/detail/check.cuh>
-#include <kvtrim/cuda/evict/detail/close.cuh>
+#include <kvtrim/cuda/evict/detail/closing_table.cuh>
 #include <kvtrim/cuda/evict/detail/fits.cuh>
 #include <kvtrim/cuda/evict/device_plan.cuh>
 #include <kvtrim/cuda/select/detail/one_block.cuh>
