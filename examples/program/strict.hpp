@@ -24,7 +24,7 @@ template <class T>
   if constexpr (std::integral<T> && !std::same_as<T, bool>) {
     const bool fits = json.is_number_unsigned()  ? std::in_range<T>(json.get<std::uint64_t>())
                       : json.is_number_integer() ? std::in_range<T>(json.get<std::int64_t>())
-                                                 : false;
+                                                 : !json.is_number() && !json.is_boolean();
     if (!fits) {
       throw std::runtime_error(json.dump() + " is no whole number from " +
                                std::to_string(std::numeric_limits<T>::min()) + " to " +
