@@ -32,7 +32,7 @@ TEST_CASE("C24 a cache whose tables or bytes cannot be counted is not made", "[f
   for (const TableScope scope : {TableScope::group, TableScope::layer, TableScope::head}) {
     const std::string heads =
         words({.pages = 1, .layers = 65'536, .kv_heads = 65'536, .key_dim = 1, .scope = scope});
-    CHECK_THAT(heads, Catch::Contains("65536 layers of 65536 KV heads"));
+    CHECK_THAT(heads, Catch::Matchers::ContainsSubstring("65536 layers of 65536 KV heads"));
     CHECK(words({.pages = 1,
                  .layers = 1 << 15,
                  .kv_heads = 1 << 15,
@@ -45,7 +45,7 @@ TEST_CASE("C24 a cache whose tables or bytes cannot be counted is not made", "[f
                                    .layers = 0x4000,
                                    .kv_heads = 0x8000,
                                    .key_dim = 0x7FFF'FFFF});
-  CHECK_THAT(bytes, Catch::Contains("2147483647 pages"));
+  CHECK_THAT(bytes, Catch::Matchers::ContainsSubstring("2147483647 pages"));
 }
 
 TEST_CASE("C24 strides that reach beyond 64 bits are refused by name", "[fault][sizes]") {
@@ -61,9 +61,11 @@ TEST_CASE("C24 strides that reach beyond 64 bits are refused by name", "[fault][
     return std::string();
   };
   constexpr std::int64_t far = std::int64_t{1} << 62;
-  const auto beyond = Catch::Contains("beyond 64 bits");
+  const auto beyond = Catch::Matchers::ContainsSubstring("beyond 64 bits");
   const auto page = words([](CacheView& v) { v.k.page_stride = far; });
-  CHECK_THAT(page, beyond && Catch::Contains("16 pages at a stride of 4611686018427387904"));
+  CHECK_THAT(
+      page,
+      beyond && Catch::Matchers::ContainsSubstring("16 pages at a stride of 4611686018427387904"));
   CHECK_THAT(words([](CacheView& v) { v.v.page_stride = far; }), beyond);
   CHECK_THAT(words([](CacheView& v) { v.layers = 4, v.k.layer_stride = v.v.layer_stride = far; }),
              beyond);
@@ -78,7 +80,7 @@ TEST_CASE("C24 strides that reach beyond 64 bits are refused by name", "[fault][
   CHECK_THAT(words([](CacheView& v) { v.length_rows.sequence = far; }), beyond);
   CHECK_THAT(words([](CacheView& v) { v.table.v_offset = too_large; }), beyond);
   CHECK_THAT(words([](CacheView& v) { v.layers = v.kv_heads = 65'536; }),
-             Catch::Contains("2 sequences of 65536 layers of 65536 KV heads"));
+             Catch::Matchers::ContainsSubstring("2 sequences of 65536 layers of 65536 KV heads"));
 }
 
 TEST_CASE("C24 what cannot be allocated is said to be too large", "[fault][sizes]") {
@@ -125,16 +127,16 @@ TEST_CASE("B130 sizes whose sum wraps around, and negative ones, are errors with
   const auto unsigned_size = [](std::size_t x) { return static_cast<std::int64_t>(x); };
   CHECK_THAT(
       thrown_by([&] { StreamingSink({.sinks = unsigned_size(SIZE_MAX - 31), .recent = 64}); }),
-      Catch::Contains("sinks -32"));
+      Catch::Matchers::ContainsSubstring("sinks -32"));
   CHECK_THAT(thrown_by([&] { HeavyHitter({.heavy = unsigned_size(SIZE_MAX), .recent = 1}); }),
-             Catch::Contains("heavy -1"));
+             Catch::Matchers::ContainsSubstring("heavy -1"));
   for (const std::int64_t x : {most, most - 31, std::int64_t{1} << 32, std::int64_t{1} << 31}) {
     CHECK_THAT(thrown_by([&] { StreamingSink({.sinks = x, .recent = 64}); }),
-               Catch::Contains("sinks " + std::to_string(x)));
+               Catch::Matchers::ContainsSubstring("sinks " + std::to_string(x)));
     CHECK_THAT(thrown_by([&] { StreamingSink({.sinks = 4, .recent = x}); }),
-               Catch::Contains("recent " + std::to_string(x)));
+               Catch::Matchers::ContainsSubstring("recent " + std::to_string(x)));
     CHECK_THAT(thrown_by([&] { HeavyHitter({.heavy = x, .recent = 1}); }),
-               Catch::Contains("heavy " + std::to_string(x)));
+               Catch::Matchers::ContainsSubstring("heavy " + std::to_string(x)));
   }
   // Each fits, their sum does not.
   constexpr std::int64_t half = std::int64_t{1} << 30;
