@@ -340,7 +340,7 @@ TEST_CASE("adakv: a head whose rows are not written decides nothing over another
                     .max_sequences = 1,
                     .max_rows = 16});
   REQUIRE(cache.try_create());
-  test::fill_unwritten(cache, GENERATE(test::signalling_nan, 0U));
+  test::fill_unwritten(cache, GENERATE(std::uint32_t{test::signalling_nan}, 0U));
   REQUIRE(cache.try_extend(SequenceId{0}, 6) == kvtrim::Status::ok);
   const std::vector<float> rows(12, 1.0F);
   const auto write = [&](std::int32_t l) {
