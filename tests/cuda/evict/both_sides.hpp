@@ -100,26 +100,23 @@ struct DeviceSide {
   DeviceSide(std::size_t bytes, const cuda::PlanBounds& bounds) : memory(bytes, "workspace") {
     workspace = {bounds, memory.data(), memory.size()};
   }
+  /// `count` values that lie at `from` in the workspace.
+  template <class T>
+  [[nodiscard]] std::vector<T> read(const T* from, std::int64_t count) const {
+    const std::vector<std::byte> all = memory.download();
+    std::vector<T> values(static_cast<std::size_t>(count));
+    if (count > 0) {
+      std::memcpy(static_cast<void*>(values.data()),
+                  all.data() + (reinterpret_cast<const std::byte*>(from) - memory.data()),
+                  values.size() * sizeof(T));
+    }
+    return values;
+  }
   [[nodiscard]] cuda::DeviceReport report() const {
-    std::vector<std::byte> all = memory.download();
-    cuda::DeviceReport r;
-    std::memcpy(&r,
-                all.data() + (reinterpret_cast<std::byte*>(cuda::device_plan(workspace).report) -
-                              memory.data()),
-                sizeof r);
-    return r;
+    return read(cuda::device_plan(workspace).report, 1)[0];
   }
   [[nodiscard]] std::vector<std::int32_t> released(std::int32_t count) const {
-    std::vector<std::byte> all = memory.download();
-    std::vector<std::int32_t> list(static_cast<std::size_t>(count));
-    if (count > 0) {
-      std::memcpy(
-          list.data(),
-          all.data() +
-              (reinterpret_cast<std::byte*>(cuda::device_plan(workspace).released) - memory.data()),
-          list.size() * 4);
-    }
-    return list;
+    return read(cuda::device_plan(workspace).released, count);
   }
   DeviceBuffer<std::byte> memory;
   cuda::PlanWorkspace workspace;

@@ -10,7 +10,19 @@ namespace kvtrim::test {
 template Plan host_plan(
     const ByScore&, const CacheView&, const Observation&, Removal, ReservedPages);
 template Plan host_plan(const ByScore&, const CacheView&, const Observation&, const PlanOptions&);
+template Plan host_plan(const HeavyHitter<>&,
+                        const CacheView&,
+                        const Observation&,
+                        const PlanOptions&);
+template Plan host_plan(const HeavyHitter<AccumulateParams, HeavyMode::promote>&,
+                        const CacheView&,
+                        const Observation&,
+                        const PlanOptions&);
 template Plan host_plan(const StreamingSink<>&,
+                        const CacheView&,
+                        const Observation&,
+                        const PlanOptions&);
+template Plan host_plan(const StreamingSink<SinkForm::exact>&,
                         const CacheView&,
                         const Observation&,
                         const PlanOptions&);

@@ -6,7 +6,6 @@
 
 #include "catch.hpp"
 #include "cuda/evict/both_sides.hpp"
-#include "cuda/evict/shared_host.hpp"
 
 #include <algorithm>
 #include <cstddef>
@@ -102,16 +101,6 @@ struct SharedWorld {
   std::unique_ptr<DeviceBuffer<std::int32_t>> device_counts;
 };
 
-template <class T>
-std::vector<T> read(const DeviceSide& side, const T* from, std::int64_t count) {
-  const std::vector<std::byte> all = side.memory.download();
-  std::vector<T> values(static_cast<std::size_t>(count));
-  std::memcpy(static_cast<void*>(values.data()),
-              all.data() + (reinterpret_cast<const std::byte*>(from) - side.memory.data()),
-              values.size() * sizeof(T));
-  return values;
-}
-
 /// What was seen, so that a test can say that it saw it.
 struct Seen {
   std::set<Status> statuses;
@@ -140,7 +129,7 @@ Status host_side(SharedWorld& w,
                  std::int32_t& spares) {
   Observation obs;
   if (by_given_scores<P>) { obs.scores = view.score_sums; }
-  Plan made = kvtrim::test::host_plan_by(policy, view, obs, options);
+  Plan made = kvtrim::test::host_plan(policy, view, obs, options);
   const PlanRef plan = made.ref();
   spares = plan.spares_needed();
   totals.evicted += plan.evicted_rows();
@@ -212,9 +201,8 @@ void same_shared(SharedWorld& w,
   }
   ok(kvtrim::test::finish());
   const cuda::DeviceReport planned = side.report();
-  const auto plans = read(side,
-                          cuda::device_plan(side.workspace).table_plans,
-                          cuda::device_plan(side.workspace).all_tables());
+  const auto plans = side.read(cuda::device_plan(side.workspace).table_plans,
+                               cuda::device_plan(side.workspace).all_tables());
   if (!by_step) {
     ok(cuda::apply(side.workspace, device, nullptr));
     ok(cuda::commit(side.workspace, device, tables, nullptr));

@@ -31,18 +31,9 @@ using kvtrim::test::World;
 using kvtrim::test::WorldLayout;
 using kvtrim::test::WorldShape;
 
-template <class T>
-std::vector<T> read(const DeviceSide& side, const T* from, std::size_t count) {
-  const std::vector<std::byte> all = side.memory.download();
-  std::vector<T> values(count);
-  std::memcpy(static_cast<void*>(values.data()),
-              all.data() + (reinterpret_cast<const std::byte*>(from) - side.memory.data()),
-              count * sizeof(T));
-  return values;
-}
 std::vector<cuda::DeviceRefusal> refusals(const DeviceSide& side) {
   const cuda::DevicePlan plan = cuda::device_plan(side.workspace);
-  return read(side, plan.refusals, static_cast<std::size_t>(plan.sequences));
+  return side.read(plan.refusals, plan.sequences);
 }
 
 }  // namespace

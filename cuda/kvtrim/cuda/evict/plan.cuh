@@ -291,8 +291,7 @@ template <Policy P, class Ranking>
     }
   }
   // A step lists what leaves along with the moves; spare pages must be known before.
-  const bool takes_spares = options.out_of_place || options.copies(view);
-  if (e != cudaSuccess || (pass.goes_on && !takes_spares)) { return e; }
+  if (e != cudaSuccess || (pass.goes_on && !options.takes_spares(view))) { return e; }
   return launch(lists_kernel<>, tables, threads, 0, stream, view, made, options.spare_pages);
 }
 

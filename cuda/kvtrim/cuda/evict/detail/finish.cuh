@@ -41,6 +41,10 @@ struct DevicePlanOptions {
   [[nodiscard]] KVTRIM_HOST_DEVICE bool copies(const CacheView& view) const noexcept {
     return shared == SharedPages::copy && !out_of_place && !view.writable.all();
   }
+  /// Whether rows may go into spare pages.
+  [[nodiscard]] KVTRIM_HOST_DEVICE bool takes_spares(const CacheView& view) const noexcept {
+    return out_of_place || copies(view);
+  }
 };
 
 namespace detail {
@@ -216,8 +220,7 @@ KVTRIM_DEVICE void finish_plan(const CacheView& view,
     return plan.table_plans[i].evicts && plan.refusals[i / plan.tables].status == Status::ok;
   };
   const std::int32_t each = view.table.v_offset != 0 ? 2 : 1;
-  const bool takes_spares = options.out_of_place || options.copies(view);
-  if (takes_spares && all == Status::ok) {
+  if (options.takes_spares(view) && all == Status::ok) {
     std::int32_t spares = 0;
     for (std::int64_t base = 0; base < plan.all_tables(); base += table_threads) {
       const std::int64_t i = base + thread;
